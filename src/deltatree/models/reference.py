@@ -1,0 +1,162 @@
+"""The reference target: the Transformers model itself, layer by layer.
+
+It calls the loaded layers and never changes them beyond opening GatedDeltaNet instances to trees, so any checkpoint that
+Transformers can load (quantised ones included) verifies here, on any device and in any dtype.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+from torch import Tensor, nn
+
+from deltatree.errors import ArchitectureError, MismatchError
+from deltatree.kernels.attention import tree_attention_mask, tree_positions
+from deltatree.kernels.conv import conv_rows
+from deltatree.models.architectures import architecture_of
+from deltatree.models.protocol import Verified
+from deltatree.state import TreeState
+from deltatree.tree import DraftTree, ancestors, chain_tree
+from deltatree.verify import ChainPass, TreePass, open_to_trees
+
+PREFILL_CHUNK = 1024
+"""Tokens per prefill forward. Plain decoding and drafting share it, so that both start from the same numbers."""
+
+
+def text_model_of(model: nn.Module) -> nn.Module:
+    """The stack of text layers inside a `...ForCausalLM` or a multimodal `...ForConditionalGeneration`."""
+    inner = getattr(model, "model", model)
+    return getattr(inner, "language_model", inner)
+
+
+def layer_kinds_of(config) -> tuple[str, ...]:
+    """One of full_attention, sliding_attention, linear_attention per layer."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:  # the families without the key window all layers or none
+        windowed = getattr(config, "use_sliding_window", False) and getattr(config, "sliding_window", None)
+        kinds = ["sliding_attention" if windowed else "full_attention"] * config.num_hidden_layers
+    return tuple(kinds[: config.num_hidden_layers])
+
+
+class ReferenceTarget:
+    """A Transformers model as a target.
+
+    model: a loaded model of a supported family, in eval mode
+    taps: which hidden states the drafter reads, as indices into the library's `hidden_states` list (0 is the embedding,
+        i the output of layer i-1, and the last one stands after the final norm)
+    Raises ArchitectureError for another family, or an attention backend that cannot honour a tree mask; MismatchError
+    for a tap that the model does not have.
+    """
+
+    def __init__(self, model: nn.Module, taps: tuple[int, ...] = ()) -> None:
+        self.model = model
+        self.text = text_model_of(model)
+        self.config = self.text.config
+        self.architecture = architecture_of(self.config.model_type)
+        self.layer_kinds = layer_kinds_of(self.config)
+        self.vocab_size = self.config.vocab_size
+        self.context_length = self.config.max_position_embeddings
+        self.taps = taps
+        self._check(taps)
+        for layer, kind in zip(self.text.layers, self.layer_kinds, strict=False):
+            if kind == "linear_attention":
+                open_to_trees(layer.linear_attn, self.architecture.project)
+        parameters = inspect.signature(type(self.text.layers[0]).forward).parameters
+        self._cache_name = "cache" if "cache" in parameters else "past_key_values"
+
+    @property
+    def device(self) -> torch.device:
+        return self.text.embed_tokens.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.text.embed_tokens.weight.dtype
+
+    @property
+    def feature_size(self) -> int:
+        return len(self.taps) * self.config.hidden_size
+
+    def new_state(self) -> TreeState:
+        return TreeState(self.layer_kinds)
+
+    @torch.inference_mode()
+    def prefill(self, token_ids: list[int], state: TreeState) -> Verified:
+        features = []
+        for start in range(0, len(token_ids), PREFILL_CHUNK):
+            chain = chain_tree(token_ids[start : start + PREFILL_CHUNK])
+            rows = conv_rows(chain.parents, self._kernel).to(self.device)
+            hidden, tapped = self._forward(chain, state, ChainPass(state, rows))
+            state.advance(len(chain))
+            features.append(tapped)
+        return Verified(self._logits(hidden[-1:]), torch.cat(features))
+
+    @torch.inference_mode()
+    def verify(self, tree: DraftTree, state: TreeState) -> Verified:
+        state.begin(tree)
+        rows = conv_rows(tree.parents, self._kernel).to(self.device)
+        hidden, tapped = self._forward(tree, state, TreePass(state, ancestors(tree).to(self.device), rows))
+        logits = self._logits(hidden)
+        state.finish(tree)
+        return Verified(logits, tapped)
+
+    @torch.inference_mode()
+    def commit(self, path: list[int], state: TreeState) -> None:
+        state.commit(path)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        return self.text.embed_tokens(token_ids.to(self.device))
+
+    def head(self, hidden: Tensor) -> Tensor:
+        return self.model.get_output_embeddings()(hidden)
+
+    @property
+    def _kernel(self) -> int:
+        return getattr(self.config, "linear_conv_kernel_dim", 1)
+
+    def _forward(self, tree: DraftTree, state: TreeState, tree_pass: TreePass | ChainPass) -> tuple[Tensor, Tensor]:
+        """Hidden states [N, hidden] after the final norm, and tapped features [N, F]."""
+        hidden = self.embed(tree.token_ids)[None]
+        positions = tree_positions(tree.depths, state.length).to(self.device)[None]  # [1, N]
+        axes = self.architecture.position_axes
+        rotary = self.text.rotary_emb(hidden, positions if axes == 1 else positions.expand(axes, 1, -1))
+        masks = {kind: self._mask(kind, tree, state.length) for kind in set(self.layer_kinds)}
+        tapped = {0: hidden}
+        for index, kind in enumerate(self.layer_kinds):
+            extra = {"tree": tree_pass} if kind == "linear_attention" else {self._cache_name: state}
+            hidden = self.text.layers[index](
+                hidden, position_embeddings=rotary, attention_mask=masks[kind], position_ids=positions, **extra
+            )
+            if index + 1 in self.taps:
+                tapped[index + 1] = hidden
+        hidden = self.text.norm(hidden)
+        tapped[len(self.layer_kinds)] = hidden
+        features = [tapped[tap][0] for tap in self.taps]
+        return hidden[0], torch.cat(features, dim=-1) if features else hidden.new_empty(hidden.shape[1], 0)
+
+    def _mask(self, kind: str, tree: DraftTree, length: int) -> Tensor | None:
+        """What one kind of layer may look at: [1, 1, N, length + N], or None where everything is visible."""
+        if kind == "linear_attention" or (kind == "full_attention" and len(tree) == 1):
+            return None  # a recurrent layer must never see a tree mask: it would take it for padding
+        window = self.config.sliding_window if kind == "sliding_attention" else None
+        mask = tree_attention_mask(ancestors(tree), tree.depths, length, window).to(self.device)[None, None]
+        if self.config._attn_implementation == "eager":  # adds its mask instead of selecting by it
+            return torch.zeros((), dtype=self.dtype, device=self.device).masked_fill(~mask, torch.finfo(self.dtype).min)
+        return mask
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return self.head(hidden).float()
+
+    def _check(self, taps: tuple[int, ...]) -> None:
+        backend = self.config._attn_implementation
+        if backend not in ("sdpa", "eager"):
+            raise ArchitectureError(
+                f"attention backend {backend!r} cannot honour a tree mask; load the model with "
+                "attn_implementation='sdpa' (or 'eager')"
+            )
+        beyond = [tap for tap in taps if not 0 <= tap <= len(self.layer_kinds)]
+        if beyond:
+            raise MismatchError(
+                f"the drafter reads hidden states {list(taps)}, but {beyond} are not among the target's "
+                f"0 .. {len(self.layer_kinds)}; use the drafter that was trained for this target"
+            )

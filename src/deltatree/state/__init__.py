@@ -1,0 +1,6 @@
+"""What a target remembers: committed state per layer, scratch for the nodes of one tree, commit of one path."""
+
+from deltatree.state.layers import AttentionState, RecurrentState
+from deltatree.state.tree_state import TreeState
+
+__all__ = ["AttentionState", "RecurrentState", "TreeState"]

@@ -1,0 +1,20 @@
+"""Draft trees: what they are, which to build, and how far the target agrees. Torch only."""
+
+from deltatree.tree.accept import Acceptance, accept, walk
+from deltatree.tree.draft_tree import DraftTree, ancestors, chain_tree, path_to
+from deltatree.tree.policies import POLICIES, best_first, chain, no_draft, top_candidates
+
+__all__ = [
+    "POLICIES",
+    "Acceptance",
+    "DraftTree",
+    "accept",
+    "ancestors",
+    "best_first",
+    "chain",
+    "chain_tree",
+    "no_draft",
+    "path_to",
+    "top_candidates",
+    "walk",
+]

@@ -1,0 +1,83 @@
+"""Tree policies: which nodes to draft from the drafter's per-depth log-probabilities.
+
+A policy is a function `(log_probs [D, vocab], root, budget) -> DraftTree`. A chain and "no draft" are trees too, so
+plain decoding, DFlash and DDTree are one loop with three policies.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from deltatree.tree.draft_tree import DraftTree, chain_tree
+
+
+def top_candidates(log_probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k best tokens of every row, best first, equal values by the lower token id, on every device alike.
+
+    log_probs: [D, vocab]. Returns values [D, k] and token ids [D, k], on the CPU.
+    """
+    k = min(k, log_probs.shape[-1])
+    values, ids = log_probs.topk(k, dim=-1)
+    # topk breaks ties as it likes. Where the k-th value is shared by tokens left outside, sort the row in full.
+    crowded = ((log_probs >= values[:, -1:]).sum(-1) > k).tolist()
+    values, ids = values.cpu(), ids.cpu()
+    for row in (r for r, tied in enumerate(crowded) if tied):
+        full, order = log_probs[row].cpu().sort(descending=True, stable=True)
+        values[row], ids[row] = full[:k], order[:k]
+    ids, by_id = ids.sort(dim=-1)
+    values, by_value = values.gather(-1, by_id).sort(dim=-1, descending=True, stable=True)
+    return values, ids.gather(-1, by_value)
+
+
+def no_draft(log_probs: Tensor, *, root: int, budget: int) -> DraftTree:
+    """The root alone: plain decoding."""
+    return chain_tree([root])
+
+
+def chain(log_probs: Tensor, *, root: int, budget: int) -> DraftTree:
+    """The most probable token of every depth in one line, at most `budget` of them: DFlash."""
+    depth = min(budget, log_probs.shape[0])
+    if depth <= 0:
+        return chain_tree([root])
+    _, ids = top_candidates(log_probs[:depth], 1)
+    return chain_tree([root, *ids[:, 0].tolist()])
+
+
+def best_first(log_probs: Tensor, *, root: int, budget: int) -> DraftTree:
+    """The `budget` most probable prefixes under the product of the drafter's per-depth probabilities: DDTree.
+
+    A heap holds prefixes by log-probability, then by their ranks. Taking one out offers its next sibling and its first
+    child, neither of which can outrank it, so nodes come out best first and parents before children.
+
+    log_probs: [D, vocab] float32. Source: Ringel and Romano 2026, arXiv:2604.12989, algorithm 1.
+    """
+    num_depths = log_probs.shape[0]
+    if budget <= 0 or num_depths == 0:
+        return chain_tree([root])
+    values, ids = top_candidates(log_probs, budget)
+    value, token = values.double().tolist(), ids.tolist()
+    width = len(token[0])
+
+    tokens, parents, depths = [root], [-1], [0]
+    heap = [(-value[0][0], (0,), 0)]  # (minus log-probability, rank at each depth, parent node)
+    while heap and len(tokens) <= budget:
+        negative, ranks, parent = heapq.heappop(heap)
+        depth, rank = len(ranks), ranks[-1]
+        node = len(tokens)
+        tokens.append(token[depth - 1][rank])
+        parents.append(parent)
+        depths.append(depth)
+        if rank + 1 < width:
+            sibling = -negative - value[depth - 1][rank] + value[depth - 1][rank + 1]
+            heapq.heappush(heap, (-sibling, (*ranks[:-1], rank + 1), parent))
+        if depth < num_depths:
+            heapq.heappush(heap, (negative - value[depth][0], (*ranks, 0), node))
+    return DraftTree(torch.tensor(tokens), torch.tensor(parents), torch.tensor(depths))
+
+
+POLICIES: dict[str, Callable[..., DraftTree]] = {"chain": chain, "best-first": best_first}
+"""The policies that a user picks by name, with `tree=` or `--tree`."""
