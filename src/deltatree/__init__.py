@@ -6,7 +6,7 @@
 Importing this package loads neither torch nor transformers; the first use of a name does.
 """
 
-from importlib import import_module
+from deltatree.lazy import lazy_names
 
 __version__ = "0.1.0"
 
@@ -27,11 +27,4 @@ _HOMES = {
 __all__ = sorted([*_HOMES, "__version__"])
 
 
-def __getattr__(name: str):
-    if name not in _HOMES:
-        raise AttributeError(f"module 'deltatree' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -103,17 +103,32 @@ class Pair:
         prompt_ids = self.encode(prompt, raw=raw, thinking=thinking)
         return self.collect(prompt_ids, chosen)
 
-    def collect(self, prompt_ids: list[int], options: GenerateOptions) -> Generation:
-        """Run all rounds of one generation and gather what they emitted."""
-        from deltatree.text import detokenize
+    def collect(
+        self, prompt_ids: list[int], options: GenerateOptions, on_text: Callable[[str], object] | None = None
+    ) -> Generation:
+        """Run all rounds of one generation and gather what they emitted; `on_text` gets the pieces as `stream` would."""
+        from deltatree.text import detokenize, stream_text
 
-        started = time.perf_counter()
-        rounds = self.rounds(prompt_ids, options)
-        first = next(rounds, None)
-        decoding = time.perf_counter()  # choosing the first token has waited for the device
-        rest = list(rounds)
-        ended = time.perf_counter()
-        done = [first, *rest] if first else []
+        done: list[Round] = []
+        clock = [time.perf_counter()]
+
+        def watched() -> Iterator[list[int]]:
+            for r in self.rounds(prompt_ids, options):
+                if not done:
+                    clock.append(time.perf_counter())  # prefill is over: choosing its token has waited for the device
+                done.append(r)
+                yield r.token_ids
+            clock.append(time.perf_counter())
+
+        if on_text is None:
+            for _ in watched():
+                pass
+        else:
+            for piece in stream_text(self.tokenizer, watched()):
+                on_text(piece)
+        started, ended = clock[0], clock[-1]
+        decoding = clock[1] if done else ended
+        rest = done[1:]
         token_ids = [token for r in done for token in r.token_ids]
         return Generation(
             text=detokenize(self.tokenizer, token_ids),

@@ -1,17 +1,16 @@
 """The algorithm: one round, one loop, and how a token is chosen. Knows a target and a drafter only by protocol."""
 
-from deltatree.decode.options import METHODS, GenerateOptions
-from deltatree.decode.round import Round, decode_round
-from deltatree.decode.sampling import Sampler, sampler_for
-from deltatree.decode.stream import Ending, decode
+from deltatree.lazy import lazy_names
 
-__all__ = [
-    "METHODS",
-    "Ending",
-    "GenerateOptions",
-    "Round",
-    "Sampler",
-    "decode",
-    "decode_round",
-    "sampler_for",
-]
+_HOMES = {
+    "METHODS": "deltatree.decode.options",
+    "Ending": "deltatree.decode.stream",
+    "GenerateOptions": "deltatree.decode.options",
+    "Round": "deltatree.decode.round",
+    "Sampler": "deltatree.decode.sampling",
+    "decode": "deltatree.decode.stream",
+    "decode_round": "deltatree.decode.round",
+    "sampler_for": "deltatree.decode.sampling",
+}
+__all__ = sorted(_HOMES)
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

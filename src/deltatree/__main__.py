@@ -1,0 +1,3 @@
+from deltatree.cli import main
+
+main()

@@ -1,0 +1,76 @@
+"""What the commands share: their common options, progress, and quiet libraries."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from deltatree.errors import OptionError, PromptError
+from deltatree.files import SHIPPED
+
+if TYPE_CHECKING:
+    from deltatree.pair_api import Pair
+
+TargetOption = Annotated[str, typer.Option("--target", help="Target: a folder, a hub id, or 'shipped'.")]
+DrafterOption = Annotated[
+    str | None, typer.Option("--drafter", help="DFlash drafter: a folder, a hub id, or 'shipped'. [default: none]")
+]
+DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ... [default: a GPU if there is one]")]
+DtypeOption = Annotated[
+    str | None, typer.Option(help="float32, bfloat16 or float16. [default: bfloat16 on a GPU, float32 on a CPU]")
+]
+
+
+def load_pair(target: str, drafter: str | None, device: str | None, dtype: str | None) -> Pair:
+    """Load with progress on stderr; the libraries' own chatter is silenced, because the command line owns the screen."""
+    with progress(f"loading {target if target != SHIPPED else 'the shipped pair'}"):
+        import transformers
+
+        from deltatree import load
+
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+        return load(target, drafter, device=device, dtype=dtype)
+
+
+@contextmanager
+def progress(what: str) -> Iterator[None]:
+    """A spinner on stderr while something takes its time; a plain line where stderr is no terminal."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        print(f"{what} ...", file=sys.stderr, flush=True)
+        yield
+        return
+    with console.status(what):
+        yield
+
+
+def parse_budget(text: str) -> int:
+    """A whole number of drafted nodes. Raises OptionError, also for `auto`, which does not exist yet."""
+    try:
+        return int(text)
+    except ValueError:
+        if text == "auto":
+            raise OptionError("budget 'auto' does not exist yet; give a whole number of drafted nodes") from None
+        raise OptionError(f"budget {text!r} is not a whole number of drafted nodes; try 32") from None
+
+
+def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
+    """The prompt's text from one of the two options. Raises OptionError, PromptError."""
+    if (prompt is None) == (prompt_file is None):
+        raise OptionError("give exactly one of --prompt and --prompt-file")
+    if prompt_file is None:
+        return prompt
+    try:
+        return prompt_file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise PromptError(f"{prompt_file} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise PromptError(f"{prompt_file} is not UTF-8 (byte {error.start}); convert it first") from error

@@ -1,0 +1,73 @@
+"""`deltatree generate`: one prompt, one answer."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from deltatree.cli.common import (
+    DeviceOption,
+    DrafterOption,
+    DtypeOption,
+    TargetOption,
+    load_pair,
+    parse_budget,
+    read_prompt,
+)
+from deltatree.decode.options import DEFAULT_BUDGET, METHODS, TREES, GenerateOptions
+from deltatree.files import SHIPPED
+
+
+def generate(
+    prompt: Annotated[str | None, typer.Option(help="One user message, put through the chat template.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from a UTF-8 file instead.")] = None,
+    target: TargetOption = SHIPPED,
+    drafter: DrafterOption = None,
+    method: Annotated[str, typer.Option(help=f"One of {', '.join(METHODS)}.")] = "ddtree",
+    budget: Annotated[str, typer.Option(help="Drafted nodes a round, for ddtree.")] = str(DEFAULT_BUDGET),
+    tree: Annotated[str, typer.Option(help=f"Tree policy of ddtree: {', '.join(TREES)}.")] = "best-first",
+    max_new_tokens: Annotated[int, typer.Option(help="Never a token more.")] = 512,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Keep the most probable tokens up to this mass; 1 keeps all.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Keep this many tokens; 0 keeps all.")] = 0,
+    min_p: Annotated[float, typer.Option(help="Drop tokens below this share of the best one; 0 keeps all.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Seed of the draws. [default: a fresh one]")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end token.")] = False,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Give the prompt to the target as it is, without template.")
+    ] = False,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")] = False,
+) -> None:
+    """Answer one prompt; the text streams to stdout, a line of figures follows on stderr."""
+    options = GenerateOptions(
+        max_new_tokens=max_new_tokens,
+        method=method,
+        budget=parse_budget(budget),
+        tree=tree,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        seed=seed,
+        ignore_eos=ignore_eos,
+    )
+    text = read_prompt(prompt, prompt_file)
+    pair = load_pair(target, drafter, device, dtype)
+    prompt_ids = pair.encode(text, raw=raw)
+    if json:
+        print(jsonlib.dumps(pair.collect(prompt_ids, options).as_dict(), ensure_ascii=False))
+        return
+    done = pair.collect(prompt_ids, options, on_text=lambda piece: print(piece, end="", flush=True))
+    print()
+    print(
+        f"{len(done.token_ids)} tokens, {done.rounds} rounds, acceptance length {done.acceptance_length:.2f}, "
+        f"{done.tokens_per_second:.1f} tokens/s after {done.prefill_seconds * 1e3:.0f} ms of prefill, "
+        f"ended by {done.stop_reason}",
+        file=sys.stderr,
+    )

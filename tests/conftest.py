@@ -1,0 +1,24 @@
+"""Shared by all tests: two cores are the rule here, and one thread per test process keeps timings and sums steady."""
+
+import os
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+from tiny import tiny_model
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def hybrid():
+    """The tiny hybrid of the Qwen3.5 mixture-of-experts shape: 6 recurrent and 2 full-attention layers."""
+    return tiny_model("qwen3_5_moe_text")
+
+
+@pytest.fixture(scope="session")
+def attention_moe():
+    """The tiny attention-only mixture of experts of the Qwen3-MoE shape."""
+    return tiny_model("qwen3_moe")
