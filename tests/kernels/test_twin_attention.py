@@ -1,0 +1,121 @@
+"""The Triton tree attention is the reference one, and sees no row it should not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from kernel_cases import (
+    DEVICE,
+    FAMILY,
+    ON_GPU,
+    TOLERANCE,
+    added_cousin,
+    agrees,
+    ancestors_of,
+    depths_of,
+    dropped_ancestor,
+    make_tree,
+    needs_kernels,
+    relative_error,
+    some_examples,
+    swapped_parents,
+    trees,
+)
+
+from deltatree.kernels.attention import reference as truth
+from deltatree.kernels.attention import tree_attention
+
+pytestmark = needs_kernels
+
+
+def attention_case(parents, length, *, heads=(4, 2), dim=16, seed=0, batch=1, dtype=torch.float32, capacity=None):
+    """Rows behind the nodes are NaN: a kernel that reads them shows."""
+    generator = torch.Generator().manual_seed(seed)
+    nodes = len(parents)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(DEVICE, dtype)
+
+    shape = (batch, heads[1], capacity or length + nodes + 70, dim)
+    keys, values = (torch.full(shape, float("nan"), device=DEVICE, dtype=dtype) for _ in range(2))
+    keys[:, :, : length + nodes] = normal(batch, heads[1], length + nodes, dim)
+    values[:, :, : length + nodes] = normal(batch, heads[1], length + nodes, dim)
+    seen = ancestors_of(parents).to(DEVICE)
+    return (normal(batch, heads[0], nodes, dim), keys, values), {"ancestors": seen, "length": length}
+
+
+def run(tensors, options, *, shares=None, **changes):
+    from deltatree.kernels.attention.triton import scratch_for
+
+    options = options | changes
+    options["length"] = torch.tensor([options["length"]], device=DEVICE, dtype=torch.int32)
+    scratch = torch.full_like(scratch_for(*tensors[:2], {"shares": shares}), float("nan"))
+    out = torch.full_like(tensors[0], float("nan"))
+    launch = {"shares": shares} if shares else None
+    return tree_attention(*tensors, **options, scratch=scratch, out=out, launch=launch, backend="triton")
+
+
+def expected_of(tensors, options):
+    return truth.tree_attention(*(x.double() for x in tensors), **options)
+
+
+@some_examples
+@given(
+    parents=trees(256 if ON_GPU else 20),
+    length=st.integers(0, 3000 if ON_GPU else 150),
+    seed=st.integers(0, 2**20),
+    shares=st.sampled_from([None, 1, 3]),
+)
+def test_attention_agrees_with_float64(parents, length, seed, shares):
+    tensors, options = attention_case(parents, length, seed=seed)
+    assert agrees(run(tensors, options, shares=shares), expected_of(tensors, options))
+
+
+@pytest.mark.parametrize(
+    ("heads", "dim"),
+    [((6, 2), 8), ((4, 4), 24), ((3, 1), 64)] + [pytest.param((16, 2), d, marks=pytest.mark.gpu) for d in (64, 128, 256)],
+)
+def test_head_ratios_and_sizes(heads, dim):
+    tensors, options = attention_case(make_tree("bushy", 9, 1), 70, heads=heads, dim=dim, batch=2)
+    assert agrees(run(tensors, options), expected_of(tensors, options))
+
+
+@pytest.mark.parametrize("window", [1, 5, 37, 500])
+@pytest.mark.parametrize("length", [0, 3, 120])
+def test_sliding_window(window, length):
+    parents = make_tree("spine", 15, 2)
+    tensors, options = attention_case(parents, length)
+    options |= {"window": window, "depths": depths_of(parents)}
+    for shares in (1, 3):
+        assert agrees(run(tensors, options, shares=shares), expected_of(tensors, options))
+
+
+@pytest.mark.parametrize("mutate", [swapped_parents, dropped_ancestor, added_cousin])
+def test_a_wrong_mask_does_not_pass(mutate):
+    tensors, options = attention_case(FAMILY, 40)
+    expected = expected_of(tensors, options)
+    assert agrees(run(tensors, options), expected)
+    assert not agrees(run(tensors, options, ancestors=mutate(options["ancestors"])), expected, 100 * TOLERANCE)
+
+
+def test_a_sibling_changes_nothing():
+    """Another token at node 1 leaves every node that is not below it bit for bit as it was."""
+    tensors, options = attention_case(FAMILY, 300 if ON_GPU else 40)
+    before = run(tensors, options)
+    for cache in tensors[1:]:
+        cache[:, :, options["length"] + 1] = 9.0
+    after = run(tensors, options)
+    below = options["ancestors"][:, 1]
+    assert torch.equal(before[:, :, ~below], after[:, :, ~below])
+    assert not torch.equal(before[:, :, below], after[:, :, below])
+
+
+def test_views_of_one_wide_projection_in_float16():
+    tensors, options = attention_case(FAMILY, 40, dim=32, dtype=torch.float16)
+    q = tensors[0].transpose(1, 2).contiguous().transpose(1, 2)  # [B, HQ, N, D] as a projection leaves it
+    tensors = (q, *tensors[1:])
+    expected = expected_of(tensors, options)
+    assert relative_error(run(tensors, options), expected) <= 2e-3
+    assert relative_error(run(tensors, options, shares=2), expected) <= 2e-3
