@@ -91,5 +91,7 @@ def save_drafter(folder: Path, config: dict | None = None, *, seed: int = 1, ren
     (folder / "config.json").write_text(json.dumps(config or drafter_config()))
     torch.manual_seed(seed)
     model = DFlashModel(read_drafter_config(str(folder)))
-    save_file({rename(name): tensor.contiguous() for name, tensor in model.state_dict().items()}, folder / "model.safetensors")
+    save_file(
+        {rename(name): tensor.contiguous() for name, tensor in model.state_dict().items()}, folder / "model.safetensors"
+    )
     return folder

@@ -27,4 +27,8 @@ _HOMES = {
 __all__ = sorted([*_HOMES, "__version__"])
 
 
-__getattr__, __dir__ = lazy_names(__name__, _HOMES)
+__getattr__ = lazy_names(__name__, _HOMES)
+
+
+def __dir__() -> list[str]:
+    return __all__

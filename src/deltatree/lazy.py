@@ -6,12 +6,12 @@ from collections.abc import Callable
 from importlib import import_module
 
 
-def lazy_names(package: str, homes: dict[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` for a package whose public names live in `homes`: name -> module."""
+def lazy_names(package: str, homes: dict[str, str]) -> Callable[[str], object]:
+    """`__getattr__` for a package whose public names live in `homes`: name -> module."""
 
     def get(name: str) -> object:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return getattr(import_module(homes[name]), name)
 
-    return get, lambda: sorted(homes)
+    return get

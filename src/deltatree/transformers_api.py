@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from deltatree.decode.options import DEFAULT_BUDGET, GenerateOptions
@@ -48,18 +49,19 @@ def custom_generate(
     logits_processor=None,
     stopping_criteria=None,
     generation_config=None,
-    streamer=None,
     drafter: DFlashDrafter | str | None = None,
     method: str = "ddtree",
     budget: int = DEFAULT_BUDGET,
     tree: str = "best-first",
+    on_tokens: Callable[[list[int]], object] | None = None,
     **model_kwargs,
 ):
     """Decode one sequence losslessly with a draft tree, as Transformers' `generate` would decode it.
 
     drafter: from `deltatree.load_drafter(source, model)`, or a hub id or folder (loaded at each call)
     method, budget, tree: as in `deltatree.load(...).generate`
-    Logits processors, sampling, stopping criteria and streamer are Transformers' own.
+    on_tokens: called with the new tokens of every round (`generate` does not hand its `streamer` to a custom function)
+    Logits processors, sampling and stopping criteria are Transformers' own.
     Returns [1, prompt + new] int64, or a GenerateDecoderOnlyOutput if the generation config asks for a dict.
     Raises OptionError, PromptError.
     """
@@ -101,23 +103,20 @@ def custom_generate(
         sampler=sampler,
     ):
         new_ids += done.token_ids
-        if streamer is not None:
-            for token in done.token_ids:
-                streamer.put(torch.tensor([token]))
-    if streamer is not None:
-        streamer.end()
+        if on_tokens is not None:
+            on_tokens(done.token_ids)
     sequences = torch.tensor([prompt + new_ids], device=input_ids.device)
     return GenerateDecoderOnlyOutput(sequences=sequences) if generation_config.return_dict_in_generate else sequences
 
 
 def _check_request(input_ids: Tensor, config, model_kwargs: dict) -> None:
+    for name, plain in (("num_beams", 1), ("num_return_sequences", 1)):
+        if (getattr(config, name, plain) or plain) != plain:
+            raise OptionError(f"{name}={getattr(config, name)} is not possible with a draft tree; use {name}={plain}")
     if input_ids.shape[0] != 1:
         raise OptionError(f"{input_ids.shape[0]} sequences at once are not possible; decode one at a time")
     mask = model_kwargs.get("attention_mask")
     if mask is not None and not bool(mask.all()):
         raise PromptError("padded prompts are not possible: padding would enter the recurrent state; pass it unpadded")
-    for name, plain in (("num_beams", 1), ("num_return_sequences", 1)):
-        if (getattr(config, name, plain) or plain) != plain:
-            raise OptionError(f"{name}={getattr(config, name)} is not possible with a draft tree; use {name}={plain}")
     if any(model_kwargs.get(name) is not None for name in ("pixel_values", "pixel_values_videos", "inputs_embeds")):
         raise OptionError("images, videos and input embeddings are not possible here; text prompts are")

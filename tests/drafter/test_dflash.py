@@ -104,9 +104,7 @@ def test_B16_B45_the_drafter_gets_every_committed_token_once_and_in_order(hybrid
     received = recording(drafter)
     prompt = [(3 * i) % VOCAB for i in range(100)]
     ending = Ending(40)
-    rounds = decode(
-        drafter.target, drafter, prompt, build_tree=best_first, budget=32, ending=ending, sampler=Sampler()
-    )
+    rounds = decode(drafter.target, drafter, prompt, build_tree=best_first, budget=32, ending=ending, sampler=Sampler())
     tokens = prompt + [token for r in rounds for token in r.token_ids]
     features = torch.cat(received)
     expected = drafter.target.prefill(tokens[: len(features)], drafter.target.new_state()).features

@@ -20,7 +20,17 @@ HERE = Path(__file__).parent
 @pytest.mark.parametrize("law", ["gated_delta", "conv_commit", "attention"])
 def test_twins_in_the_interpreter(law):
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", str(HERE / f"test_twin_{law}.py")],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-m",
+            "not gpu",
+            str(HERE / f"test_twin_{law}.py"),
+        ],
         env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         cwd=HERE.parent.parent,
         capture_output=True,

@@ -15,7 +15,9 @@ from deltatree.tree import DraftTree, ancestors, path_to
 
 def random_tree(generator: torch.Generator, nodes: int, reach: int = 1 << 30) -> DraftTree:
     """A random parent-first tree; a small `reach` makes it deep, a large one wide."""
-    parents = [-1] + [max(0, i - 1 - int(torch.randint(0, min(i, reach), (), generator=generator))) for i in range(1, nodes)]
+    parents = [-1] + [
+        max(0, i - 1 - int(torch.randint(0, min(i, reach), (), generator=generator))) for i in range(1, nodes)
+    ]
     return DraftTree.from_parents([0] * nodes, parents)
 
 
@@ -146,4 +148,9 @@ def test_mask_and_positions_follow_depth_not_rows():
 def test_a_sliding_window_counts_positions():
     tree = DraftTree.from_parents([0] * 4, [-1, 0, 0, 2])
     mask = tree_attention_mask(ancestors(tree), tree.depths, 3, window=3)
-    assert mask.int().tolist() == [[0, 1, 1, 1, 0, 0, 0], [0, 0, 1, 1, 1, 0, 0], [0, 0, 1, 1, 0, 1, 0], [0, 0, 0, 1, 0, 1, 1]]
+    assert mask.int().tolist() == [
+        [0, 1, 1, 1, 0, 0, 0],
+        [0, 0, 1, 1, 1, 0, 0],
+        [0, 0, 1, 1, 0, 1, 0],
+        [0, 0, 0, 1, 0, 1, 1],
+    ]

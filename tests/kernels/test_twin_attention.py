@@ -75,7 +75,8 @@ def test_attention_agrees_with_float64(parents, length, seed, shares):
 
 @pytest.mark.parametrize(
     ("heads", "dim"),
-    [((6, 2), 8), ((4, 4), 24), ((3, 1), 64)] + [pytest.param((16, 2), d, marks=pytest.mark.gpu) for d in (64, 128, 256)],
+    [((6, 2), 8), ((4, 4), 24), ((3, 1), 64)]
+    + [pytest.param((16, 2), d, marks=pytest.mark.gpu) for d in (64, 128, 256)],
 )
 def test_head_ratios_and_sizes(heads, dim):
     tensors, options = attention_case(make_tree("bushy", 9, 1), 70, heads=heads, dim=dim, batch=2)

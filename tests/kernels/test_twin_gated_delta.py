@@ -42,11 +42,15 @@ def poisoned_like(case) -> dict:
 
     return {
         "out": nans(batch, nodes, heads, value_dim),
-        "stash": DeltaStash(nans(batch, nodes, key_heads, key_dim), nans(batch, nodes, heads, value_dim), nans(batch, nodes, heads)),
+        "stash": DeltaStash(
+            nans(batch, nodes, key_heads, key_dim), nans(batch, nodes, heads, value_dim), nans(batch, nodes, heads)
+        ),
     }
 
 
 def run(case, **changes):
+    """With the tree's depth known to the caller, unless a test says otherwise."""
+    changes = {"max_depth": int(case.ancestors.sum(1).max()) - 1} | changes
     return tree_gated_delta(case.state, **(case.inputs | poisoned_like(case) | changes), backend="triton")
 
 
@@ -77,6 +81,16 @@ def test_every_node_agrees_with_float64(parents, seed, gates, beta, repeated):
     assert_same(delta_case(parents, seed=seed, gates=gates, beta=beta, repeated=repeated))
 
 
+@pytest.mark.parametrize("max_depth", [None, 32])
+@pytest.mark.parametrize("kind", ["chain", "star", "bushy"])
+def test_depth_unknown_or_overestimated(kind, max_depth):
+    assert_same(delta_case(make_tree(kind, 30, 1)), max_depth=max_depth)
+
+
+def test_a_prefill_chunk_is_a_chain_deeper_than_any_tree():
+    assert_same(delta_case(make_tree("chain", 64, 0, max_depth=63), heads=(1, 2)))
+
+
 def test_a_deep_chain_of_repeated_keys_loses_no_digits():
     """Where squaring the whole matrix fails: binomials of depth 32 cancel to numbers of size one."""
     assert_same(delta_case(make_tree("chain", 33, 0), gates="near-1", beta="near-1", repeated=True))
@@ -88,7 +102,15 @@ def test_head_ratios(heads):
 
 
 @pytest.mark.parametrize(
-    "dims", [(8, 8), (16, 48), (24, 16), (64, 64), pytest.param((128, 128), marks=pytest.mark.gpu), pytest.param((256, 256), marks=pytest.mark.gpu)]
+    "dims",
+    [
+        (8, 8),
+        (16, 48),
+        (24, 16),
+        (64, 64),
+        pytest.param((128, 128), marks=pytest.mark.gpu),
+        pytest.param((256, 256), marks=pytest.mark.gpu),
+    ],
 )
 def test_key_and_value_sizes(dims):
     assert_same(delta_case(make_tree("bushy", 18, 2), heads=(1, 2), dims=dims))
@@ -104,7 +126,9 @@ def test_a_batch_keeps_its_members_apart():
     out, _ = run(case)
     for b in range(3):
         alone = delta_case(case.parents)
-        alone = type(case)(case.parents, *(getattr(case, n)[b : b + 1] for n in ("state", "q", "k", "v", "beta", "log_decay")))
+        alone = type(case)(
+            case.parents, *(getattr(case, n)[b : b + 1] for n in ("state", "q", "k", "v", "beta", "log_decay"))
+        )
         assert agrees(out[b : b + 1], expected_of(alone)[0])
 
 
@@ -119,7 +143,13 @@ def test_slices_of_one_wide_projection():
     state.copy_(case.state)
     beta = torch.stack([case.beta] * 2, dim=-1)[..., 0]
     strided = type(case)(
-        case.parents, state, q.unflatten(-1, (2, 16)), k.unflatten(-1, (2, 16)), v.unflatten(-1, (6, 16)), beta, case.log_decay
+        case.parents,
+        state,
+        q.unflatten(-1, (2, 16)),
+        k.unflatten(-1, (2, 16)),
+        v.unflatten(-1, (6, 16)),
+        beta,
+        case.log_decay,
     )
     assert not any(x.is_contiguous() for x in (strided.q, strided.state, strided.beta))
     assert_same(strided)

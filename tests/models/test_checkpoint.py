@@ -104,7 +104,9 @@ def test_missing_weights_are_refused_not_invented(folder, tmp_path):
 
 
 def test_options_are_judged_before_anything_runs(folder):
-    refuse("no GPU|not known", OptionError, target=str(folder), device="cuda" if not torch.cuda.is_available() else "xyz")
+    refuse(
+        "no GPU|not known", OptionError, target=str(folder), device="cuda" if not torch.cuda.is_available() else "xyz"
+    )
     refuse("not known", OptionError, target=str(folder), device="tpu7")
     refuse("float32, bfloat16", OptionError, target=str(folder), dtype="int3")
     pair = deltatree.load(str(folder), device="cpu")
@@ -126,7 +128,13 @@ def test_options_are_judged_before_anything_runs(folder):
 
 def test_prompts_that_cannot_be_used(folder):
     pair = deltatree.load(str(folder), device="cpu")
-    for prompt, message in [("", "empty"), ("  ", "empty"), ([], "empty"), ([1] * 4097, "4097 tokens"), ([999], "outside")]:
+    for prompt, message in [
+        ("", "empty"),
+        ("  ", "empty"),
+        ([], "empty"),
+        ([1] * 4097, "4097 tokens"),
+        ([999], "outside"),
+    ]:
         with pytest.raises(PromptError, match=message):
             pair.generate(prompt, method="ar")
     with pytest.raises(PromptError, match="role"):

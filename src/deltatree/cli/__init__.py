@@ -6,6 +6,8 @@ import sys
 
 import typer
 
+from deltatree.cli.bench import bench, chart
+from deltatree.cli.demo import demo
 from deltatree.cli.generate import generate
 from deltatree.cli.inspect import inspect
 from deltatree.errors import DeltatreeError
@@ -18,8 +20,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command()(demo)
 app.command()(generate)
 app.command()(inspect)
+app.command()(bench)
+app.command()(chart)
 
 
 def main() -> None:

@@ -33,6 +33,10 @@ def load_pair(target: str, drafter: str | None, device: str | None, dtype: str |
 
         from deltatree import load
 
+        if target == SHIPPED:
+            import torch
+
+            torch.set_num_threads(1)  # its operations are too small to share; two threads mostly wait for each other
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
         return load(target, drafter, device=device, dtype=dtype)

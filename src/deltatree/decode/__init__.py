@@ -13,4 +13,4 @@ _HOMES = {
     "sampler_for": "deltatree.decode.sampling",
 }
 __all__ = sorted(_HOMES)
-__getattr__, __dir__ = lazy_names(__name__, _HOMES)
+__getattr__ = lazy_names(__name__, _HOMES)

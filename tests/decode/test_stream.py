@@ -1,0 +1,177 @@
+"""The loop: where a text ends, what it costs, and that generations do not touch each other."""
+
+import pytest
+import torch
+from tiny import VOCAB, plain_greedy, tiny_model
+
+from deltatree.decode import Ending, GenerateOptions, Sampler, decode, sampler_for
+from deltatree.drafter import NoDrafter, RandomDrafter, RightDrafter, ScriptedDrafter
+from deltatree.drafter.scripted import one_hot_log_probs
+from deltatree.errors import PromptError
+from deltatree.models import ReferenceTarget
+from deltatree.state import RecurrentState
+from deltatree.tree import best_first, chain
+
+PROMPT = [5, 6, 7, 8, 9, 10, 3]
+
+
+@pytest.fixture(scope="module")
+def truth(hybrid):
+    return plain_greedy(hybrid, PROMPT, 40)
+
+
+@pytest.fixture(scope="module")
+def target(hybrid):
+    return ReferenceTarget(hybrid)
+
+
+def rounds_of(target, drafter, ending, prompt=PROMPT, policy=best_first, budget=8, sampler=None):
+    return decode(
+        target, drafter, prompt, build_tree=policy, budget=budget, ending=ending, sampler=sampler or Sampler()
+    )
+
+
+def tokens_of(rounds):
+    return [token for r in rounds for token in r.token_ids]
+
+
+@pytest.mark.parametrize("cap", [*range(1, 12), 16, 17, 25])
+def test_B22_B23_exactly_the_tokens_asked_for(target, truth, cap):
+    rounds = list(rounds_of(target, RightDrafter(PROMPT + truth, VOCAB), Ending(cap)))
+    assert tokens_of(rounds) == truth[:cap]
+    assert [r.ended for r in rounds] == [None] * (len(rounds) - 1) + ["length"]
+
+
+@pytest.mark.parametrize("place", range(12))
+def test_B20_nothing_after_an_end_token_wherever_it_falls(target, truth, place):
+    """The end token as first token, at every depth of an accepted path, and as the bonus token."""
+    stop = truth[place]
+    ending = Ending(40, frozenset({stop}))
+    rounds = list(rounds_of(target, RightDrafter(PROMPT + truth, VOCAB), ending))
+    assert tokens_of(rounds) == truth[: truth.index(stop) + 1]
+    assert rounds[-1].ended == "stop"
+
+
+def test_what_is_committed_is_what_was_shown_but_for_the_last_token(hybrid, truth):
+    target, states = ReferenceTarget(hybrid), []
+    new_state = target.new_state
+    target.new_state = lambda: states.append(new_state()) or states[-1]
+    list(rounds_of(target, RightDrafter(PROMPT + truth, VOCAB), Ending(13)))
+    assert states[0].length == len(PROMPT) + 12
+    plain = new_state()
+    target.prefill(PROMPT + truth[:12], plain)
+    for ours, theirs in zip(states[0].layers, plain.layers, strict=True):
+        if isinstance(ours, RecurrentState):
+            torch.testing.assert_close(ours.matrix, theirs.matrix, atol=1e-4, rtol=1e-4)
+
+
+def test_B41_a_block_of_n_emits_at_most_n_tokens_a_round(target, truth):
+    rounds = list(rounds_of(target, RightDrafter(PROMPT + truth, VOCAB, depth=7), Ending(33), budget=64))
+    assert max(r.acceptance_length for r in rounds) == 8
+    assert max(r.depth for r in rounds) == 7
+
+
+def test_B08_a_tree_that_is_the_chain_accepts_like_the_chain(target, truth):
+    drafts = PROMPT + [t if i % 5 else (t + 1) % VOCAB for i, t in enumerate(truth)]  # wrong at every fifth place
+    script = lambda committed, bonus: one_hot_log_probs(drafts[committed + 1 : committed + 8], VOCAB, 1 - 1e-6)  # noqa: E731
+    lengths = [
+        [r.acceptance_length for r in rounds_of(target, ScriptedDrafter(script), Ending(40), policy=p, budget=7)]
+        for p in (chain, best_first)
+    ]
+    assert lengths[0] == lengths[1]
+    assert all(layer.matrix.dtype == torch.float32 for layer in _recurrent(target))
+
+
+def _recurrent(target):
+    state = target.new_state()
+    target.prefill(PROMPT, state)
+    return [layer for layer in state.layers if isinstance(layer, RecurrentState)]
+
+
+def test_B27_the_context_is_a_hard_end(truth):
+    model = tiny_model("qwen3_5_moe_text", max_position_embeddings=64)
+    target = ReferenceTarget(model)
+    prompt = [(3 * i) % VOCAB for i in range(60)]
+    expected = plain_greedy(model, prompt, 4)
+    rounds = list(rounds_of(target, RandomDrafter(VOCAB), Ending(50), prompt=prompt, budget=16))
+    assert tokens_of(rounds) == expected and rounds[-1].ended == "length"
+    assert list(rounds_of(target, RandomDrafter(VOCAB), Ending(50), prompt=prompt + [1] * 4)) == []
+    with pytest.raises(PromptError, match="65 tokens, the target's context is 64"):
+        next(rounds_of(target, RandomDrafter(VOCAB), Ending(50), prompt=prompt + [1] * 5))
+
+
+def test_B27_past_the_drafters_own_limit_decoding_goes_on_plainly(target, truth):
+    drafter = RightDrafter(PROMPT + truth, VOCAB)
+    drafter.context_length = 24
+    rounds = list(rounds_of(target, drafter, Ending(40)))
+    assert tokens_of(rounds) == truth
+    assert rounds[1].num_nodes > 1 and rounds[-1].num_nodes == 1
+
+
+def test_B50_B51_generations_in_turns_do_not_touch_each_other(target, hybrid, truth):
+    other = [40, 41, 42]
+    other_truth = plain_greedy(hybrid, other, 40)
+    first = rounds_of(target, RightDrafter(PROMPT + truth, VOCAB), Ending(40))
+    second = rounds_of(target, RandomDrafter(VOCAB), Ending(40), prompt=other)
+    ours, theirs = [], []
+    for _ in range(60):
+        ours += tokens_of(filter(None, [next(first, None)]))
+        theirs += tokens_of(filter(None, [next(second, None)]))
+    assert (ours, theirs) == (truth, other_truth)
+
+
+def test_B50_an_error_in_the_middle_leaves_the_next_generation_alone(target, truth):
+    def broken(committed, bonus):
+        if committed > 20:
+            raise RuntimeError("drafter broke")
+        return one_hot_log_probs((PROMPT + truth)[committed + 1 : committed + 8], VOCAB)
+
+    with pytest.raises(RuntimeError, match="drafter broke"):
+        list(rounds_of(target, ScriptedDrafter(broken), Ending(40)))
+    assert tokens_of(rounds_of(target, RightDrafter(PROMPT + truth, VOCAB), Ending(40))) == truth
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"temperature": 0.0}, {"temperature": 1e-6}, {"temperature": 1e-5}, {"temperature": 1.0, "top_k": 1},
+     {"temperature": 1.0, "top_p": 1e-4}],
+)  # fmt: skip
+def test_B30_settings_that_leave_one_token_are_greedy(target, truth, options):
+    sampler = sampler_for(GenerateOptions(**options))
+    assert tokens_of(rounds_of(target, RandomDrafter(VOCAB), Ending(40), sampler=sampler)) == truth
+
+
+def test_B32_one_seed_one_text_whatever_else_runs(target):
+    def sample(seed, disturb=False):
+        sampler = sampler_for(GenerateOptions(temperature=1.0, seed=seed))
+        tokens = []
+        for r in rounds_of(target, RandomDrafter(VOCAB), Ending(30), sampler=sampler):
+            tokens += r.token_ids
+            if disturb:
+                torch.rand(7)
+                list(rounds_of(target, NoDrafter(VOCAB), Ending(2)))
+        return tokens
+
+    assert sample(3) == sample(3) == sample(3, disturb=True)
+    assert sample(3) != sample(4)
+
+
+def test_B28_B30_draws_follow_the_targets_distribution_not_the_drafters():
+    """One draw a visited node: over many seeds the first two tokens have the frequencies of plain sampling."""
+    from deltatree.tree import DraftTree, walk
+
+    logits = torch.tensor([[2.0, 1.8, 0.0, -1.0, -2.0]]).expand(3, -1)
+    probs = logits[0].softmax(-1)
+    tree = DraftTree.from_parents([0, 0, 0], [-1, 0, 1])  # always drafts the argmax, over-confident
+    sampler = sampler_for(GenerateOptions(temperature=1.0, seed=1))
+    counts = torch.zeros(5, 5)
+    draws = 20_000
+    for _ in range(draws):
+        accepted = walk(tree, sampler.bind(tree, logits, [0]))
+        tokens = [0] * (accepted.length - 1) + [accepted.bonus]
+        if len(tokens) < 2:
+            tokens.append(int(torch.multinomial(probs, 1, generator=sampler.generator)))
+        counts[tokens[0], tokens[1]] += 1
+    expected = draws * probs[:, None] * probs[None, :]
+    chi_square = ((counts - expected) ** 2 / expected).sum()
+    assert chi_square < 51.2  # 24 degrees of freedom, p = 0.001

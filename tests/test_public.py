@@ -1,0 +1,55 @@
+"""Guards: the public names, and what an import may load."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import deltatree
+
+SOURCE = Path(deltatree.__file__).parent
+HEAVY = ("torch", "transformers", "matplotlib", "fastapi")
+
+
+def test_public_names_are_exactly_all():
+    assert set(dir(deltatree)) == set(deltatree.__all__)
+    for name in deltatree.__all__:
+        assert getattr(deltatree, name) is not None
+    with pytest.raises(AttributeError):
+        deltatree.nonsense  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("module", "forbidden"),
+    [
+        ("deltatree", HEAVY),
+        ("deltatree.cli", HEAVY),
+        ("deltatree.decode.options", HEAVY),
+        ("deltatree.tree", HEAVY[1:]),
+    ],
+)
+def test_an_import_loads_no_more_than_it_needs(module, forbidden):
+    code = f"import {module}, sys; print([m for m in {forbidden!r} if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+def test_imports_point_one_way():
+    """`tree` imports none of the other rooms; `decode` knows no model and no kernel; nothing inside knows the outside."""
+    inside = {"tree", "kernels", "state", "verify", "models", "drafter", "decode"}
+    may = {
+        "tree": {"tree", "errors"},
+        "kernels": {"kernels", "errors"},
+        "state": {"state", "kernels", "tree", "errors"},
+        "verify": {"verify", "state", "kernels", "errors"},
+    }
+    for room in inside:
+        for file in (SOURCE / room).rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("deltatree."):
+                    other = node.module.split(".")[1]
+                    assert other not in {"cli", "serve", "bench", "chart", "pair_api"}, file
+                    assert other in may.get(room, {other}), (file, node.module)
+                    if room == "decode":
+                        assert not node.module.startswith(("deltatree.kernels", "deltatree.models.reference")), file
