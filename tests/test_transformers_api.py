@@ -69,7 +69,7 @@ def test_tokens_arrive_round_by_round_and_a_dict_can_be_asked_for(hybrid, tmp_pa
         PROMPT, custom_generate=deltatree.custom_generate, drafter=drafter_for(hybrid, tmp_path),
         on_tokens=pieces.append, return_dict_in_generate=True, **COMMON,
     )  # fmt: skip
-    assert out.sequences[0].tolist() == PROMPT[0].tolist() + sum(pieces, [])
+    assert out.sequences[0].tolist() == [*PROMPT[0].tolist(), *(token for piece in pieces for token in piece)]
 
 
 def test_requests_that_cannot_be_served_are_refused(hybrid, attention_moe, tmp_path):

@@ -1,0 +1,82 @@
+"""What a person sees: answers, JSON, and one sentence with exit code 2 for everything that cannot be done."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from checkpoints import drafter_config, save_drafter, save_target
+
+
+def run(*arguments, cwd=None, **kwargs):
+    return subprocess.run(
+        [sys.executable, "-m", "deltatree", *map(str, arguments)], capture_output=True, text=True, cwd=cwd, **kwargs
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["generate", "--wibble"], "No such option"),
+        (["generate"], "exactly one of --prompt and --prompt-file"),
+        (["generate", "--prompt", "x", "--method", "beam"], "possible are ar, dflash, ddtree"),
+        (["generate", "--prompt", "x", "--tree", "star"], "possible are chain, best-first"),
+        (["generate", "--prompt", "x", "--budget", "-1"], "budget=-1 is not possible"),
+        (["generate", "--prompt", "x", "--budget", "auto"], "budget 'auto' does not exist yet"),
+        (["generate", "--prompt", "x", "--budget", "many"], "not a whole number"),
+        (["generate", "--prompt", "x", "--max-new-tokens", "0"], "at least 1"),
+        (["generate", "--prompt", "x", "--temperature", "-1"], "temperature=-1"),
+        (["generate", "--prompt-file", "absent.txt"], "absent.txt cannot be read"),
+        (["generate", "--prompt-file", "latin1.txt"], "latin1.txt is not UTF-8 (byte 1)"),
+        (["generate", "--prompt", "x", "--target", "./nowhere"], "neither an existing folder nor a hub id"),
+        (["inspect", "./nowhere"], "neither an existing folder nor a hub id"),
+        (["demo", "--chart", "absent/chart.png"], "does not exist or cannot be written"),
+        (["demo", "--chart", "chart.txt"], "no picture"),
+        (["frobnicate"], "No such command"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_code_2(arguments, sentence, tmp_path):
+    (tmp_path / "latin1.txt").write_bytes("né".encode("latin-1"))
+    done = run(*arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert sentence in done.stderr and "Traceback" not in done.stderr
+    assert done.stdout == ""
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["latin1.txt"]  # nothing half-written
+
+
+def test_prompts_that_only_the_target_can_judge():
+    for arguments, sentence in [
+        (["--prompt", ""], "the prompt is empty"),
+        (["--prompt", "word " * 5000, "--raw"], "the target's context is 4096"),
+    ]:
+        done = run("generate", *arguments)
+        assert (done.returncode, done.stdout) == (2, "") and sentence in done.stderr
+
+
+def test_generate_streams_the_text_and_ends_with_figures():
+    done = run("generate", "--prompt", "Ann has 3 apples and eats 1.", "--max-new-tokens", "12")
+    assert done.returncode == 0 and done.stdout.strip()
+    assert "acceptance length" in done.stderr
+
+
+def test_json_is_one_object_and_methods_agree():
+    answers = {}
+    for method in ("ar", "dflash", "ddtree"):
+        arguments = ("--prompt", "Ann has 3 apples.", "--max-new-tokens", "24", "--method", method, "--json")
+        answers[method] = json.loads(run("generate", *arguments).stdout)
+    fields = {"token_ids", "text", "acceptance_lengths", "rounds", "tokens_per_second", "stop_reason"}
+    assert fields <= set(answers["ddtree"])
+    assert answers["ar"]["token_ids"] == answers["dflash"]["token_ids"] == answers["ddtree"]["token_ids"]
+    assert answers["ddtree"]["rounds"] == len(answers["ddtree"]["acceptance_lengths"]) < answers["ar"]["rounds"]
+
+
+def test_inspect_tells_sizes_and_why_a_pair_is_refused(tmp_path):
+    target = save_target(tmp_path / "target")
+    report = json.loads(run("inspect", target, "--json").stdout)["target"]
+    assert report["layers"] == {"linear_attention": 6, "full_attention": 2}
+    assert report["copied_state_bytes_per_node"] == 6 * 6 * 16 * 16 * 4
+    drafter = save_drafter(tmp_path / "drafter", drafter_config(hidden_size=32))
+    done = run("inspect", target, "--drafter", drafter)
+    assert done.returncode == 2 and "refused" in done.stdout and "hidden size 32" in " ".join(done.stdout.split())
+    fitting = run("inspect", "shipped", "--drafter", "shipped")
+    assert fitting.returncode == 0 and "block size" in fitting.stdout
