@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,10 +16,11 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
+    from deltatree.decode import Conversation
     from deltatree.decode.round import Round
     from deltatree.drafter.protocol import Drafter
     from deltatree.models.protocol import Target
-    from deltatree.text import Prompt
+    from deltatree.text import Prompt, TextStream
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,7 @@ class Generation:
     prefill_seconds: float
     decode_seconds: float
     stop_reason: str  # "stop" or "length"
+    reused_length: int = 0  # prompt tokens that an earlier generation's state already had
 
     @property
     def rounds(self) -> int:
@@ -48,13 +51,14 @@ class Generation:
     @property
     def tokens_per_second(self) -> float:
         """Decoding alone: tokens after the first one (which prefill emits) over the seconds of all rounds."""
-        return (len(self.token_ids) - 1) / self.decode_seconds if self.rounds else 0.0
+        return max(len(self.token_ids) - 1, 0) / self.decode_seconds if self.rounds else 0.0
 
     def as_dict(self) -> dict:
         """For JSON: every field and derived figure."""
         names = (
             "text", "token_ids", "prompt_length", "method", "budget", "acceptance_lengths", "acceptance_length",
             "rounds", "num_drafted", "tokens_per_second", "prefill_seconds", "decode_seconds", "stop_reason",
+            "reused_length",
         )  # fmt: skip
         return {name: getattr(self, name) for name in names}
 
@@ -74,27 +78,79 @@ class Pair:
         self.stop_ids = stop_ids
         self.names = names  # of target and drafter, as the user gave them
 
-    def encode(self, prompt: Prompt, *, raw: bool = False, thinking: bool | None = None) -> list[int]:
+    def encode(
+        self, prompt: Prompt, *, raw: bool = False, thinking: bool | None = None, tools: list[dict] | None = None
+    ) -> list[int]:
         """Token ids of a text (one user message), of chat messages, or of token ids."""
         from deltatree.text import encode_prompt
 
-        return encode_prompt(self.tokenizer, prompt, raw=raw, thinking=thinking)
+        return encode_prompt(self.tokenizer, prompt, raw=raw, thinking=thinking, tools=tools)
 
-    def rounds(self, prompt_ids: list[int], options: GenerateOptions) -> Iterator[Round]:
-        """The rounds of one generation, prefill first. Each call has its own state; closing it early is fine."""
+    def rounds(
+        self, prompt_ids: list[int], options: GenerateOptions, conversation: Conversation | None = None
+    ) -> Iterator[Round]:
+        """The rounds of one generation, prefill first. Each call has its own state; closing it early is fine.
+
+        conversation: continued if the prompt extends it exactly, and left for the next prompt
+        """
+        return self.start(prompt_ids, options, conversation).rounds
+
+    def start(
+        self, prompt_ids: list[int], options: GenerateOptions, conversation: Conversation | None = None
+    ) -> Running:
+        """One generation, to be iterated for its pieces of text. Raises OptionError, PromptError."""
         from deltatree.decode import Ending, decode, sampler_for
         from deltatree.decode.methods import plan
+        from deltatree.decode.stream import check_prompt
+        from deltatree.text import TextStream
 
-        drafter, build_tree, budget = plan(options, self.drafter, self.target.vocab_size)
-        stop_ids = frozenset() if options.ignore_eos else self.stop_ids
-        return decode(
+        check_prompt(prompt_ids, self.target)
+        vocab_size = self.target.vocab_size
+        drafter, build_tree, budget = plan(options, self.drafter, vocab_size)
+        stop_ids = (frozenset() if options.ignore_eos else self.stop_ids) | frozenset(options.stop_token_ids)
+        bad_words = self._bad_words(options)
+        for token in [*(options.logit_bias or ()), *options.stop_token_ids, *(t for word in bad_words for t in word)]:
+            if token >= vocab_size:
+                raise OptionError(f"token id {token} is outside the vocabulary of {vocab_size}; use this target's ids")
+        grammar = None
+        if options.is_structured:
+            from deltatree.structured import grammar_for
+
+            grammar = grammar_for(
+                options, self.tokenizer, vocab_size=vocab_size, prompt_length=len(prompt_ids), stop_ids=stop_ids
+            )
+        text = TextStream(self.tokenizer, options.stop, options.min_new_tokens)
+
+        def is_done(new_ids: list[int]) -> bool:
+            return text.push(new_ids[text.num_tokens :])
+
+        rounds = decode(
             self.target,
             drafter,
             prompt_ids,
             build_tree=build_tree,
             budget=budget,
-            ending=Ending(options.max_new_tokens, stop_ids),
-            sampler=sampler_for(options),
+            ending=Ending(options.max_new_tokens, stop_ids, is_done if options.stop else None),
+            sampler=sampler_for(
+                options,
+                prompt_length=len(prompt_ids),
+                stop_ids=stop_ids,
+                bad_words=bad_words,
+                constraint=grammar,
+            ),
+            conversation=conversation,
+        )
+        return Running(
+            rounds,
+            text,
+            prompt_length=len(prompt_ids),
+            method=options.method,
+            budget=options.budget
+            if options.method == "ddtree"
+            else 0
+            if options.method == "ar"
+            else self.drafter.depth,
+            conversation=conversation,
         )
 
     def generate(self, prompt: Prompt, *, raw: bool = False, thinking: bool | None = None, **options) -> Generation:
@@ -104,56 +160,116 @@ class Pair:
         return self.collect(prompt_ids, chosen)
 
     def collect(
-        self, prompt_ids: list[int], options: GenerateOptions, on_text: Callable[[str], object] | None = None
+        self,
+        prompt_ids: list[int],
+        options: GenerateOptions,
+        on_text: Callable[[str], object] | None = None,
+        *,
+        conversation: Conversation | None = None,
     ) -> Generation:
         """Run all rounds of one generation and gather what they emitted; `on_text` gets the pieces as `stream` would."""
-        from deltatree.text import detokenize, stream_text
-
-        done: list[Round] = []
-        clock = [time.perf_counter()]
-
-        def watched() -> Iterator[list[int]]:
-            for r in self.rounds(prompt_ids, options):
-                if not done:
-                    clock.append(time.perf_counter())  # prefill is over: choosing its token has waited for the device
-                done.append(r)
-                yield r.token_ids
-            clock.append(time.perf_counter())
-
-        if on_text is None:
-            for _ in watched():
-                pass
-        else:
-            for piece in stream_text(self.tokenizer, watched()):
+        running = self.start(prompt_ids, options, conversation)
+        for piece in running:
+            if piece and on_text is not None:
                 on_text(piece)
-        started, ended = clock[0], clock[-1]
-        decoding = clock[1] if done else ended
-        rest = done[1:]
-        token_ids = [token for r in done for token in r.token_ids]
-        return Generation(
-            text=detokenize(self.tokenizer, token_ids),
-            token_ids=token_ids,
-            prompt_length=len(prompt_ids),
-            method=options.method,
-            budget=options.budget
-            if options.method == "ddtree"
-            else 0
-            if options.method == "ar"
-            else self.drafter.depth,
-            acceptance_lengths=[r.acceptance_length for r in rest],
-            num_drafted=sum(r.num_nodes - 1 for r in rest),
-            prefill_seconds=decoding - started,
-            decode_seconds=ended - decoding,
-            stop_reason=done[-1].ended if done else "length",
-        )
+        return running.generation()
 
     def stream(self, prompt: Prompt, *, raw: bool = False, thinking: bool | None = None, **options) -> Iterator[str]:
-        """Yield the text piece by piece: whole characters, nothing taken back. Options as in `generate`."""
-        from deltatree.text import stream_text
+        """Yield the text piece by piece: whole characters, nothing taken back. Options as in `generate`.
 
+        Closing the iterator early frees what the generation holds.
+        """
         chosen = _options(options)
         prompt_ids = self.encode(prompt, raw=raw, thinking=thinking)
-        return stream_text(self.tokenizer, (r.token_ids for r in self.rounds(prompt_ids, chosen)))
+        running = self.start(prompt_ids, chosen)
+
+        def pieces() -> Iterator[str]:
+            with closing(running):
+                yield from (piece for piece in running if piece)
+
+        return pieces()
+
+    def _bad_words(self, options: GenerateOptions) -> list[list[int]]:
+        """Token sequences of the words: a text both as it begins a line and as it follows a space."""
+        sequences = []
+        for word in options.bad_words:
+            if isinstance(word, str):
+                for text in dict.fromkeys((word, " " + word.lstrip())):
+                    sequences.append(self.tokenizer.encode(text, add_special_tokens=False))
+            else:
+                sequences.append(list(word))
+        return sequences
+
+
+class Running:
+    """A generation as it runs. Iterating it runs the rounds and yields one piece of text each, often an empty one."""
+
+    def __init__(
+        self,
+        rounds: Iterator[Round],
+        text: TextStream,
+        *,
+        prompt_length: int,
+        method: str,
+        budget: int,
+        conversation: Conversation | None = None,
+    ) -> None:
+        self.rounds, self.text = rounds, text
+        self.prompt_length, self.method, self.budget = prompt_length, method, budget
+        self.conversation = conversation
+        self.token_ids: list[int] = []  # all that the rounds emitted
+        self.acceptance_lengths: list[int] = []
+        self.num_drafted = 0
+        self.prefill_seconds = self.decode_seconds = 0.0
+        self.reused_length = 0
+        self.stop_reason: str | None = None
+
+    def __iter__(self) -> Iterator[str]:
+        started = time.perf_counter()
+        for done in self.rounds:
+            seconds = time.perf_counter() - started  # choosing tokens has waited for the device
+            if done.num_nodes:
+                self.decode_seconds += seconds
+                self.acceptance_lengths.append(done.acceptance_length)
+                self.num_drafted += done.num_nodes - 1
+            else:
+                self.prefill_seconds = seconds
+                self.reused_length = self.conversation.reused_length if self.conversation is not None else 0
+            self.token_ids += done.token_ids
+            self.stop_reason = done.ended
+            self.text.push(self.token_ids[self.text.num_tokens :])
+            yield self.text.take()
+            started = time.perf_counter()
+        yield self.text.finish()
+
+    def close(self) -> None:
+        """End early: no further round runs, and what the generation holds is freed."""
+        self.rounds.close()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far that belong to the text."""
+        return self.text.num_shown_tokens()
+
+    def generation(self) -> Generation:
+        """What has been generated. The ids end where the text ends."""
+        from deltatree.text import detokenize
+
+        token_ids = self.token_ids[: self.num_tokens]
+        text = self.text.all if self.text.stopped else detokenize(self.text.tokenizer, token_ids)
+        return Generation(
+            text=text,
+            token_ids=token_ids,
+            prompt_length=self.prompt_length,
+            method=self.method,
+            budget=self.budget,
+            acceptance_lengths=self.acceptance_lengths,
+            num_drafted=self.num_drafted,
+            prefill_seconds=self.prefill_seconds,
+            decode_seconds=self.decode_seconds,
+            stop_reason=self.stop_reason or "length",
+            reused_length=self.reused_length,
+        )
 
 
 def _options(given: dict) -> GenerateOptions:

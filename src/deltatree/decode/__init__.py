@@ -4,6 +4,7 @@ from deltatree.lazy import lazy_names
 
 _HOMES = {
     "METHODS": "deltatree.decode.options",
+    "Conversation": "deltatree.decode.stream",
     "Ending": "deltatree.decode.stream",
     "GenerateOptions": "deltatree.decode.options",
     "Round": "deltatree.decode.round",

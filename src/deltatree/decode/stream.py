@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from deltatree.decode.round import Round, decode_round
 from deltatree.decode.sampling import Sampler
-from deltatree.drafter.protocol import Drafter
+from deltatree.drafter.protocol import Drafter, DraftSession
 from deltatree.drafter.scripted import NoDrafter
 from deltatree.errors import PromptError
 from deltatree.models.protocol import Target
+from deltatree.state import TreeState
 from deltatree.tree import DraftTree, chain_tree
 
 
@@ -38,6 +44,61 @@ class Ending:
         return len(token_ids), None
 
 
+class _Held(NamedTuple):
+    """A generation between two rounds."""
+
+    target: Target
+    drafter: Drafter
+    state: TreeState
+    session: DraftSession
+    features: Tensor  # [n, F], of committed tokens that the session has not seen yet
+    prompt_ids: list[int]
+    new_ids: list[int]
+
+
+@dataclass(eq=False)
+class Conversation:
+    """What a generation leaves behind: a prompt that extends its committed tokens exactly is not prefilled again.
+
+    Nothing is rolled back here either, so there is no reuse of a shorter prefix. The last emitted token is not committed:
+    it is part of what the next prompt brings.
+    """
+
+    reused_length: int = 0  # tokens of the running prompt that were not prefilled again
+    _held: _Held | None = field(default=None, repr=False)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The committed tokens."""
+        if self._held is None:
+            return []
+        return (self._held.prompt_ids + self._held.new_ids)[: self._held.state.length]
+
+    def continues(self, prompt_ids: list[int]) -> int:
+        """How many tokens of this prompt are committed already: all that there are, or none."""
+        held = self._held
+        if held is None or not 0 < held.state.length < len(prompt_ids):
+            return 0
+        return held.state.length if prompt_ids[: held.state.length] == self.token_ids else 0
+
+    def clear(self) -> None:
+        """Let go of the state."""
+        self._held, self.reused_length = None, 0
+
+    def _take(self, target: Target, drafter: Drafter, prompt_ids: list[int]) -> _Held | None:
+        """Hand the held generation over if this prompt continues it, and let go of it in any case."""
+        held, length = self._held, self.continues(prompt_ids)
+        self.clear()
+        if not length or held.target is not target:
+            return None
+        if isinstance(drafter, NoDrafter):  # it needs no context
+            held = held._replace(session=drafter.start())
+        elif held.drafter is not drafter:
+            return None
+        self.reused_length = length
+        return held
+
+
 def check_prompt(prompt_ids: list[int], target: Target) -> None:
     """Raises PromptError for a prompt that is empty, too long for the context, or outside the vocabulary."""
     if not prompt_ids:
@@ -61,33 +122,47 @@ def decode(
     budget: int,
     ending: Ending,
     sampler: Sampler,
+    conversation: Conversation | None = None,
 ) -> Iterator[Round]:
-    """Yield prefill and then every round, until the text ends. Closing the iterator early frees the state."""
+    """Yield prefill and then every round, until the text ends. Closing the iterator early frees the state.
+
+    conversation: where to continue from if the prompt extends it, and where to leave the state at the end or when closed
+    """
     check_prompt(prompt_ids, target)
     room = target.context_length - len(prompt_ids)
     if room == 0:
         return
     ending.max_new_tokens = min(ending.max_new_tokens, room)
 
-    state, session = target.new_state(), drafter.start()
-    verified = target.prefill(prompt_ids, state)
+    held = conversation._take(target, drafter, prompt_ids) if conversation is not None else None
+    state = held.state if held else target.new_state()
+    session = held.session if held else drafter.start()
+    verified = target.prefill(prompt_ids[state.length :], state)
+    features = torch.cat([held.features, verified.features]) if held else verified.features
     first = sampler.bind(chain_tree(prompt_ids[-1:]), verified.logits, prompt_ids)(0, [0])
     _, ended = ending.cut([first])
-    last = Round([first], 0, verified.features, 0, ended=ended)
-    yield last
-    while last.ended is None:
+    last = Round([first], 0, features, 0, ended=ended)
+    del held, verified, features
+    while True:
+        if conversation is not None:
+            conversation._held = _Held(target, drafter, state, session, last.features, prompt_ids, ending.new_ids)
+        yield last
+        if last.ended is not None:
+            return
+        if conversation is not None:
+            conversation._held = None  # while a round runs the state is in motion
         if state.length + drafter.depth >= drafter.context_length:  # its block has no place left
             session = NoDrafter(target.vocab_size).start()
+        history = prompt_ids + ending.new_ids
         last = decode_round(
             target,
             state,
             session,
             last,
-            build_tree=build_tree,
+            build_tree=partial(sampler.draft, build_tree, history=history),
             budget=budget,
             max_depth=target.context_length - 1 - state.length,
             sampler=sampler,
-            history=prompt_ids + ending.new_ids,
+            history=history,
             cut=ending.cut,
         )
-        yield last
