@@ -7,7 +7,8 @@
     │   └── ArchitectureError   the model's layers have no tree rule here
     ├── MismatchError       target and drafter do not belong together
     ├── TreeError           a node list is not a tree, or a path is not one of its paths
-    └── RecordError         benchmark records or data sets that cannot be read or written
+    ├── RecordError         benchmark records or data sets that cannot be read or written
+    └── RequestError        a request that the server refuses
 
 Each message says what was asked, what is possible, and the way out. The command line prints it and exits with 2.
 """
@@ -43,3 +44,7 @@ class TreeError(DeltatreeError):
 
 class RecordError(DeltatreeError):
     """Benchmark records or data sets that cannot be read or written."""
+
+
+class RequestError(DeltatreeError):
+    """A request that the server refuses."""
