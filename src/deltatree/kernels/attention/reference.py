@@ -1,4 +1,4 @@
-"""Attention over a tree: the mask and the positions, in plain PyTorch.
+"""Attention over a tree: the mask, the positions and the attention, in plain PyTorch.
 
 Keys and values of the nodes stand behind the committed ones. Node i sees all committed rows, its ancestors and itself;
 its position is the committed length + its depth, not its row number.
@@ -27,3 +27,35 @@ def tree_attention_mask(ancestors: Tensor, depths: Tensor, length: int, window: 
         keys = torch.cat([torch.arange(length), positions])
         mask &= positions[:, None] - keys[None, :] < window
     return mask
+
+
+def tree_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    ancestors: Tensor,
+    length: Tensor | int,
+    scale: float | None = None,
+    depths: Tensor | None = None,
+    window: int | None = None,
+    out: Tensor | None = None,
+    scratch: Tensor | None = None,
+) -> Tensor:
+    """Grouped-query attention of all nodes over the committed rows and their own ancestors.
+
+    q: [B, HQ, N, D]    keys, values: [B, HKV, capacity, D], committed rows first, then the N nodes' rows
+    ancestors: [N, N] bool, self included    length: committed rows, an int or one integer on the device
+    scale: of the scores, D^-1/2 if None    depths, window: of a sliding-window layer, as in `tree_attention_mask`
+    out: written and returned instead of a new tensor    scratch: only the fast twin needs it
+    Returns [B, HQ, N, D] in q's dtype, summed in float32 or wider.
+    """
+    length, nodes, head_dim = int(length), q.shape[2], q.shape[3]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    depths = torch.zeros(nodes, dtype=torch.int64) if depths is None else depths.cpu()
+    mask = tree_attention_mask(ancestors, depths, length, window).to(q.device)
+    group = q.shape[1] // keys.shape[1]
+    k, v = (x[:, :, : length + nodes].to(wide).repeat_interleave(group, dim=1) for x in (keys, values))
+    scores = (q.to(wide) @ k.mT) * (head_dim**-0.5 if scale is None else scale)
+    attended = (scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v).to(q.dtype)
+    return attended if out is None else out.copy_(attended)

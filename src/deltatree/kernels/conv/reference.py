@@ -29,26 +29,39 @@ def conv_rows(parents: Tensor, kernel: int) -> Tensor:
     return torch.stack(taps[::-1], dim=1)
 
 
-def tree_conv(window: Tensor, x: Tensor, *, weight: Tensor, bias: Tensor | None, rows: Tensor) -> Tensor:
+def tree_conv(
+    window: Tensor, x: Tensor, *, weight: Tensor, bias: Tensor | None, rows: Tensor, out: Tensor | None = None
+) -> Tensor:
     """Depthwise convolution and SiLU of every node along its own path.
 
     window: [B, C, kernel-1], the committed inputs, oldest first; read only
     x: [B, N, C], the nodes' inputs    weight: [C, kernel]    bias: [C] or None
     rows: [N, kernel] from `conv_rows`
-    Returns [B, N, C] in x's dtype, summed in float32 or wider. Writes nothing.
+    out: written and returned instead of a new tensor
+    Returns [B, N, C] in x's dtype, summed in float32 or wider. Writes nothing else.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     inputs = torch.cat([window.transpose(1, 2).to(x.dtype), x], dim=1)  # [B, kernel-1+N, C]
-    out = torch.zeros((), dtype=wide, device=x.device) if bias is None else bias.to(wide)
+    total = torch.zeros((), dtype=wide, device=x.device) if bias is None else bias.to(wide)
     for tap in range(weight.shape[1]):
-        out = out + inputs[:, rows[:, tap]].to(wide) * weight[:, tap].to(wide)
-    return silu(out).to(x.dtype)
+        total = total + inputs[:, rows[:, tap]].to(wide) * weight[:, tap].to(wide)
+    activated = silu(total).to(x.dtype)
+    return activated if out is None else out.copy_(activated)
 
 
-def commit_window(window: Tensor, x: Tensor, path: Tensor) -> Tensor:
+def commit_window(
+    window: Tensor, x: Tensor, path: Tensor, *, length: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
     """The window after the nodes of one path: its last kernel - 1 inputs, oldest first.
 
-    window: [B, C, kernel-1]    x: [B, N, C]    path: [P] int64. Returns a new tensor of the window's shape.
+    window: [B, C, kernel-1]    x: [B, N, C]    path: [P] int64
+    length: one integer on the device, entries of `path` in use; None for all of them
+    out: written and returned instead of a new tensor; may be `window` itself
+    Returns a tensor of the window's shape.
     """
-    walked = torch.cat([window, x[:, path.to(x.device)].transpose(1, 2).to(window.dtype)], dim=2)
-    return walked[:, :, -window.shape[2] :]
+    path = path.to(x.device)
+    if length is not None:
+        path = path[: int(length)]
+    walked = torch.cat([window, x[:, path].transpose(1, 2).to(window.dtype)], dim=2)
+    moved = walked[:, :, walked.shape[2] - window.shape[2] :]
+    return moved if out is None else out.copy_(moved)

@@ -1,5 +1,12 @@
 """The gated delta rule over a tree: every node from one read-only state, one path committed."""
 
-from deltatree.kernels.gated_delta.reference import DeltaStash, commit_gated_delta, tree_gated_delta
+from deltatree.kernels.dispatch import dispatched
+from deltatree.kernels.gated_delta import reference
+from deltatree.kernels.gated_delta.reference import DeltaStash, Gates, PendingCommit
 
-__all__ = ["DeltaStash", "commit_gated_delta", "tree_gated_delta"]
+_TWIN = "deltatree.kernels.gated_delta.triton"
+# by_device follows once the GPU tests have passed for the launches that block_sizes chooses now
+tree_gated_delta = dispatched(reference.tree_gated_delta, _TWIN, by_device=False)
+commit_gated_delta = dispatched(reference.commit_gated_delta, _TWIN)
+
+__all__ = ["DeltaStash", "Gates", "PendingCommit", "commit_gated_delta", "tree_gated_delta"]

@@ -1,0 +1,42 @@
+"""One small call of every kernel, to run under a checker:
+
+compute-sanitizer --tool memcheck python tests/kernels/sanitized.py
+compute-sanitizer --tool racecheck python tests/kernels/sanitized.py
+"""
+
+import torch
+from kernel_cases import agrees, ancestors_of, delta_case, make_tree, path_to
+
+from deltatree.kernels.attention import tree_attention
+from deltatree.kernels.commit import commit_rows
+from deltatree.kernels.conv import commit_window, conv_rows, tree_conv
+from deltatree.kernels.gated_delta import PendingCommit, commit_gated_delta, tree_gated_delta
+
+for nodes, max_depth, dtype, dims in (
+    (20, None, torch.float32, (16, 16)),
+    (64, 15, torch.bfloat16, (128, 32)),
+    (70, 15, torch.bfloat16, (128, 32)),
+):
+    case = delta_case(make_tree("spine", nodes, 0, max_depth=15), heads=(1, 2), dims=dims, dtype=dtype)
+    path = path_to(case.parents, nodes - 1).cuda()
+    expected, stash = tree_gated_delta(case.state, **case.inputs, backend="reference")
+    out, _ = tree_gated_delta(case.state, **case.inputs, max_depth=max_depth, backend="triton")
+    assert agrees(out, expected)
+    commit_gated_delta(case.state, stash, path)
+    tree_gated_delta(
+        case.state, **case.inputs, max_depth=max_depth, pending=PendingCommit(stash, path), backend="triton"
+    )
+
+parents = make_tree("bushy", 20, 0)
+path, seen = path_to(parents, 19).cuda(), ancestors_of(parents).cuda()
+window, x = torch.randn(1, 70, 3, device="cuda"), torch.randn(1, 20, 70, device="cuda")
+rows = conv_rows(torch.tensor(parents), 4).cuda()
+tree_conv(window, x, weight=torch.randn(70, 4, device="cuda"), bias=None, rows=rows)
+commit_window(window, x, path, out=window)
+for dtype in (torch.float32, torch.bfloat16):
+    keys, values = (torch.randn(1, 1, 2, 400, 64, device="cuda", dtype=dtype) for _ in range(2))
+    q = torch.randn(1, 8, 20, 64, device="cuda", dtype=dtype)
+    tree_attention(q, keys[0], values[0], ancestors=seen, length=torch.tensor([300], device="cuda"))
+    commit_rows(keys, values, path, committed=300)
+torch.cuda.synchronize()
+print("done")
