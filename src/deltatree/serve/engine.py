@@ -162,10 +162,10 @@ class Engine:
                         return
                     if text:
                         job.post(Piece(choice, text))
-                how = "finished"
-                job.post(Finished(choice, running.generation()))
+                how, finished = "finished", Finished(choice, running.generation())
         finally:
             self.observe(running, how)
+        job.post(finished)  # last, so that who has the answer finds it counted and its conversation ready
 
     def _conversation(self, prompt_ids: list[int]) -> Conversation | None:
         """The one that this prompt continues furthest, else the least recently used."""
