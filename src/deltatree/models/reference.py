@@ -86,7 +86,7 @@ class ReferenceTarget:
         for start in range(0, len(token_ids), PREFILL_CHUNK):
             chain = chain_tree(token_ids[start : start + PREFILL_CHUNK])
             rows = conv_rows(chain.parents, self._kernel).to(self.device)
-            hidden, tapped = self._forward(chain, state, ChainPass(state, rows))
+            hidden, tapped = self._forward(chain, ancestors(chain), state, ChainPass(state, rows))
             state.advance(len(chain))
             features.append(tapped)
         return Verified(self._logits(hidden[-1:]), torch.cat(features))
@@ -95,7 +95,8 @@ class ReferenceTarget:
     def verify(self, tree: DraftTree, state: TreeState) -> Verified:
         state.begin(tree)
         rows = conv_rows(tree.parents, self._kernel).to(self.device)
-        hidden, tapped = self._forward(tree, state, TreePass(state, ancestors(tree).to(self.device), rows))
+        seen = ancestors(tree)
+        hidden, tapped = self._forward(tree, seen, state, TreePass(state, seen.to(self.device), rows))
         logits = self._logits(hidden)
         state.finish(tree)
         return Verified(logits, tapped)
@@ -114,13 +115,15 @@ class ReferenceTarget:
     def _kernel(self) -> int:
         return getattr(self.config, "linear_conv_kernel_dim", 1)
 
-    def _forward(self, tree: DraftTree, state: TreeState, tree_pass: TreePass | ChainPass) -> tuple[Tensor, Tensor]:
-        """Hidden states [N, hidden] after the final norm, and tapped features [N, F]."""
+    def _forward(
+        self, tree: DraftTree, seen: Tensor, state: TreeState, tree_pass: TreePass | ChainPass
+    ) -> tuple[Tensor, Tensor]:
+        """Hidden states [N, hidden] after the final norm, and tapped features [N, F]. seen: `ancestors(tree)`, [N, N]."""
         hidden = self.embed(tree.token_ids)[None]
         positions = tree_positions(tree.depths, state.length).to(self.device)[None]  # [1, N]
         axes = self.architecture.position_axes
         rotary = self.text.rotary_emb(hidden, positions if axes == 1 else positions.expand(axes, 1, -1))
-        masks = {kind: self._mask(kind, tree, state.length) for kind in set(self.layer_kinds)}
+        masks = {kind: self._mask(kind, tree, seen, state.length) for kind in set(self.layer_kinds)}
         tapped = {0: hidden}
         for index, kind in enumerate(self.layer_kinds):
             extra = {"tree": tree_pass} if kind == "linear_attention" else {self._cache_name: state}
@@ -134,12 +137,12 @@ class ReferenceTarget:
         features = [tapped[tap][0] for tap in self.taps]
         return hidden[0], torch.cat(features, dim=-1) if features else hidden.new_empty(hidden.shape[1], 0)
 
-    def _mask(self, kind: str, tree: DraftTree, length: int) -> Tensor | None:
+    def _mask(self, kind: str, tree: DraftTree, seen: Tensor, length: int) -> Tensor | None:
         """What one kind of layer may look at: [1, 1, N, length + N], or None where everything is visible."""
         if kind == "linear_attention" or (kind == "full_attention" and len(tree) == 1):
             return None  # a recurrent layer must never see a tree mask: it would take it for padding
         window = self.config.sliding_window if kind == "sliding_attention" else None
-        mask = tree_attention_mask(ancestors(tree), tree.depths, length, window).to(self.device)[None, None]
+        mask = tree_attention_mask(seen, tree.depths, length, window).to(self.device)[None, None]
         if self.config._attn_implementation == "eager":  # adds its mask instead of selecting by it
             return torch.zeros((), dtype=self.dtype, device=self.device).masked_fill(~mask, torch.finfo(self.dtype).min)
         return mask
