@@ -43,12 +43,19 @@ def decode_round(
     sampler: Sampler,
     history: list[int],
     cut: Callable[[list[int]], tuple[int, str | None]],
+    observe: Callable[[DraftTree, Acceptance, Tensor], None] | None = None,
 ) -> Round:
-    """One round. history: all tokens so far, the root last. cut: how many of the new tokens to keep, and why it ends."""
+    """One round.
+
+    history: all tokens so far, the root last    cut: how many of the new tokens to keep, and why it ends
+    observe: told (tree, accepted, logits [N, vocab]) before the commit, for policies that learn while running
+    """
     log_probs = drafter.propose(last.features, bonus=last.bonus)  # [D, vocab]
     tree = build_tree(log_probs[:max_depth], root=last.bonus, budget=budget)
     verified = target.verify(tree, state)  # fills scratch; the state stays
     accepted = walk(tree, sampler.bind(tree, verified.logits, history))
+    if observe is not None:
+        observe(tree, accepted, verified.logits)
     emitted = tokens_of(tree, accepted)
     kept, ended = cut(emitted)
     path = accepted.path[:kept]  # the last emitted token is never part of the state

@@ -126,6 +126,7 @@ def decode(
 ) -> Iterator[Round]:
     """Yield prefill and then every round, until the text ends. Closing the iterator early frees the state.
 
+    build_tree: a tree policy; one that learns while running also has `begin(prompt_ids)` and `observe` (see `tree.policies`)
     conversation: where to continue from if the prompt extends it, and where to leave the state at the end or when closed
     """
     check_prompt(prompt_ids, target)
@@ -143,6 +144,8 @@ def decode(
     _, ended = ending.cut([first])
     last = Round([first], 0, features, 0, ended=ended)
     del held, verified, features
+    if hasattr(build_tree, "begin"):
+        build_tree.begin(prompt_ids)
     while True:
         if conversation is not None:
             conversation._held = _Held(target, drafter, state, session, last.features, prompt_ids, ending.new_ids)
@@ -165,4 +168,5 @@ def decode(
             sampler=sampler,
             history=history,
             cut=ending.cut,
+            observe=getattr(build_tree, "observe", None),
         )

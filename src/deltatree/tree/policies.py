@@ -1,7 +1,9 @@
 """Tree policies: which nodes to draft from the drafter's per-depth log-probabilities.
 
 A policy is a function `(log_probs [D, vocab], root, budget) -> DraftTree`. A chain and "no draft" are trees too, so
-plain decoding, DFlash and DDTree are one loop with three policies.
+plain decoding, DFlash and DDTree are one loop with three policies. A policy that learns while running is an object with
+`__call__` of that signature, `begin(prompt_ids)` before the first round of a generation, and `observe(tree, accepted,
+logits)` after each verify.
 """
 
 from __future__ import annotations
