@@ -121,7 +121,9 @@ class FastTarget:
 
     def _depth(self, max_depth: int) -> int:
         if max_depth > MAX_DEPTH:
-            raise TreeError(f"a tree of depth {max_depth} is deeper than the {MAX_DEPTH} captured; draft at most that many")
+            raise TreeError(
+                f"a tree of depth {max_depth} is deeper than the {MAX_DEPTH} captured; draft at most that many"
+            )
         return USUAL_DEPTH if max_depth <= USUAL_DEPTH else MAX_DEPTH
 
     def captured_verify(self, buffers: StaticBuffers, count: int, depth: int = USUAL_DEPTH) -> Captured:
@@ -207,9 +209,7 @@ def _normed(residual: Tensor, update: Tensor | None, norm: Norm) -> Tensor:
     return add_norm(residual, update, weight=norm.weight, eps=norm.eps, zero_centred=norm.zero_centred)
 
 
-def _recur(
-    w: PackedRecurrent, x: Tensor, nodes: Nodes, buffers: StaticBuffers, index: int, depth: int
-) -> Tensor:
+def _recur(w: PackedRecurrent, x: Tensor, nodes: Nodes, buffers: StaticBuffers, index: int, depth: int) -> Tensor:
     """A GatedDeltaNet layer over all nodes. x: [n, hidden]; leaves its projection and its stash in the buffers."""
     count = x.shape[0]
     projected = buffers.projected[index, 0, :count]

@@ -99,7 +99,9 @@ def fuse(*linears: nn.Linear) -> Tensor:
     """One matrix of several linear layers' rows; the layers keep views of it. Raises ArchitectureError if one is quantised."""
     for linear in linears:
         if not isinstance(linear, nn.Linear) or not linear.weight.is_floating_point() or linear.weight.dim() != 2:
-            raise ArchitectureError(f"{type(linear).__name__} is not a plain linear layer; the reference target takes it")
+            raise ArchitectureError(
+                f"{type(linear).__name__} is not a plain linear layer; the reference target takes it"
+            )
     if len(linears) == 1:
         return linears[0].weight.data
     fused = torch.cat([linear.weight.data for linear in linears])
@@ -201,4 +203,6 @@ def pack(layer: nn.Module, kind: str, window: int | None) -> PackedLayer:
         mixer = pack_recurrent(layer.linear_attn)
     else:
         mixer = pack_attention(layer.self_attn, window if kind == "sliding_attention" else None)
-    return PackedLayer(norm_of(layer.input_layernorm), mixer, norm_of(layer.post_attention_layernorm), pack_mlp(layer.mlp))
+    return PackedLayer(
+        norm_of(layer.input_layernorm), mixer, norm_of(layer.post_attention_layernorm), pack_mlp(layer.mlp)
+    )
