@@ -82,7 +82,7 @@ def num_bytes(*tensors) -> int:
 
 def touched_bytes(target: FastTarget, buffers, count: int) -> tuple[int, float]:
     """Bytes of the weights that the nodes in the buffers touch, and the mean of woken experts a layer."""
-    woken, route = [], fast.route
+    woken, route = [], getattr(fast, "route", None)
 
     def counting(logits, top_k, *args, **kwargs):
         woken.append(logits.topk(top_k).indices.unique().numel())
