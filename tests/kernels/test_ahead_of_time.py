@@ -13,6 +13,8 @@ from triton.compiler import ASTSource  # noqa: E402
 from deltatree.kernels.attention import triton as attention  # noqa: E402
 from deltatree.kernels.commit import triton as commit  # noqa: E402
 from deltatree.kernels.conv import triton as conv  # noqa: E402
+from deltatree.kernels.experts import Routing  # noqa: E402
+from deltatree.kernels.experts import triton as experts  # noqa: E402
 from deltatree.kernels.gated_delta import DeltaStash, PendingCommit  # noqa: E402
 from deltatree.kernels.gated_delta import triton as delta  # noqa: E402
 
@@ -112,6 +114,50 @@ def test_every_kernel_compiles(capability, monkeypatch):
     monkeypatch.setattr(attention, "_shared_bytes", lambda device: SHARED_BYTES[capability])
     launches = all_launches(monkeypatch)
     assert len(launches) == 7
+    for kernel, args, options in launches:
+        compiled = compile_for(capability, kernel, args, options)
+        assert compiled.asm["cubin"]
+        assert compiled.metadata.shared <= SHARED_BYTES[capability], kernel.__name__
+
+
+def expert_launches(tokens: int, dtype: torch.dtype, monkeypatch) -> list:
+    """The router and the products of 256 experts and a shared one of their width, hidden size 2048."""
+    top_k, num_experts, hidden, width = 8, 256, 2048, 512
+
+    def meta(*shape: int) -> torch.Tensor:  # 1.6 GB of weights that nobody reads
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    routing = Routing.empty(tokens, top_k, num_experts, shared=True)
+    gate_up, down = meta(num_experts, 2 * width, hidden), meta(num_experts, hidden, width)
+    calls = {
+        "_choose_kernel": lambda: experts.route(meta(tokens, num_experts), top_k, True, meta(tokens), routing),
+        "_group_kernel": lambda: experts.route(meta(tokens, num_experts), top_k, True, meta(tokens), routing),
+        "_gate_up_kernel": lambda: experts.expert_mlp(
+            meta(tokens, hidden), routing, gate_up, down, gate_up[0], down[0]
+        ),
+        "_down_kernel": lambda: experts.expert_mlp(meta(tokens, hidden), routing, gate_up, down, gate_up[0], down[0]),
+        "_combine_kernel": lambda: experts.combine(meta(tokens, top_k + 1, hidden)),
+    }
+    kernels = {name: getattr(experts, name) for name in calls}
+    with monkeypatch.context() as patch:
+        for name in calls:  # no kernel but the one that is looked at may run either
+            patch.setattr(experts, name, Recorder())
+        return [
+            (kernels[name], args, options)
+            for name, call in calls.items()
+            for _, args, options in launches_of(experts, name, call, monkeypatch)
+        ]
+
+
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+def test_every_expert_kernel_compiles(capability, monkeypatch):
+    monkeypatch.setattr(experts, "_shared_bytes", lambda device: SHARED_BYTES[capability])
+    launches = [
+        *expert_launches(1, torch.bfloat16, monkeypatch),
+        *expert_launches(64, torch.bfloat16, monkeypatch),
+        *expert_launches(64, torch.float32, monkeypatch),
+    ]
+    assert len(launches) == 4 + 5 + 5
     for kernel, args, options in launches:
         compiled = compile_for(capability, kernel, args, options)
         assert compiled.asm["cubin"]
