@@ -82,7 +82,7 @@ def num_bytes(*tensors) -> int:
 
 def touched_bytes(target: FastTarget, buffers, count: int) -> tuple[int, float]:
     """Bytes of the weights that the nodes in the buffers touch, and the mean of woken experts a layer."""
-    woken, route = [], getattr(fast, "route", None)
+    woken, route = [], fast.route
 
     def counting(logits, top_k, *args, **kwargs):
         woken.append(logits.topk(top_k).indices.unique().numel())
@@ -90,7 +90,7 @@ def touched_bytes(target: FastTarget, buffers, count: int) -> tuple[int, float]:
 
     fast.route = counting
     try:
-        target._step(buffers, count, DEPTH)
+        target.step(buffers, buffers.nodes(count), DEPTH)
     finally:
         fast.route = route
     total, seen = num_bytes(target.model.get_output_embeddings().weight), iter(woken)

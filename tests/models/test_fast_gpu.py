@@ -37,7 +37,7 @@ def test_B56_captured_and_uncaptured_rounds_leave_the_same_states():
     model = tiny_model("qwen3_5_moe_text").cuda()
     captured = FastTarget(ReferenceTarget(model), context_length=2048, buckets=BUCKETS)
     plain = FastTarget(ReferenceTarget(model), context_length=2048, buckets=BUCKETS)
-    plain.captured_verify = lambda buffers, count, depth=15: lambda: plain._step(buffers, count, depth)
+    plain.captured_verify = lambda buffers, count, depth=15: lambda: plain.step(buffers, buffers.nodes(count), depth)
     plain.captured_commit = lambda buffers, size: lambda: buffers.commit(16)
     generator = torch.Generator().manual_seed(0)
 

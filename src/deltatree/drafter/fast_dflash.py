@@ -77,11 +77,11 @@ class FastDFlashDrafter:
         narrow = any(window is not None and window < config.block_size for window in config.windows)
         return not config.attention_bias and not narrow
 
-    def start(self) -> _Session:
+    def start(self) -> FastSession:
         with torch.inference_mode():
             buffers = self._free.pop() if self._free else _Buffers(self)
             buffers.clear()
-        return _Session(self, buffers)
+        return FastSession(self, buffers)
 
     def append(self, buffers: _Buffers, features: Tensor, count: Tensor | None) -> None:
         """Keys and values of newly committed tokens, behind `buffers.length`. features: [n, F]
@@ -144,27 +144,27 @@ class FastDFlashDrafter:
         return buffers.graph
 
 
-class _Session:
+class FastSession:
     """One generation's context in borrowed buffers, which go back when the session is forgotten."""
 
     def __init__(self, drafter: FastDFlashDrafter, buffers: _Buffers) -> None:
         self.drafter, self.buffers = drafter, buffers
-        self.length = 0
+        self.length = 0  # tokens in the context
+        self.waiting = 0  # rows of features in the buffers that the next draft appends
         weakref.finalize(self, drafter._free.append, buffers).atexit = False
 
     @torch.inference_mode()
     def propose(self, features: Tensor, *, bonus: int) -> Tensor:
-        drafter, buffers = self.drafter, self.buffers
-        last = self._append_all_but_the_last(features)
-        buffers.features[: len(last)] = last
-        buffers.count.fill_(len(last))
-        buffers.bonus.fill_(bonus)
-        drafter.captured(buffers)()
-        self.length += len(last)
-        return buffers.logits.float().log_softmax(-1)
+        self.place(features)
+        self.buffers.bonus.fill_(bonus)
+        self.drafter.captured(self.buffers)()
+        self.count(0)
+        return self.buffers.logits.float().log_softmax(-1)
 
-    def _append_all_but_the_last(self, features: Tensor) -> Tensor:
-        """Long contexts go in by chunks; returns the rows that the draft itself appends."""
+    @torch.inference_mode()
+    def place(self, features: Tensor) -> None:
+        """Take over the features of committed tokens, [n, F]: long ones go into the context by chunks, the last
+        `most_new` rows wait in the buffers for the next draft, which appends them itself."""
         drafter, buffers = self.drafter, self.buffers
         before = max(0, len(features) - drafter.most_new)
         for start in range(0, before, PROMPT_CHUNK):
@@ -172,7 +172,14 @@ class _Session:
             drafter.append(buffers, part, None)
             buffers.length += len(part)
             self.length += len(part)
-        return features[before:]
+        self.waiting = len(features) - before
+        buffers.features[: self.waiting] = features[before:]
+        buffers.count.fill_(self.waiting)
+
+    def count(self, waiting: int) -> None:
+        """The captured work has appended what waited; `waiting` rows are in the buffers now."""
+        self.length += self.waiting
+        self.waiting = waiting
 
 
 def _fused(layer: DFlashLayer, names: tuple[str, ...]) -> Tensor:

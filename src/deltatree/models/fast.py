@@ -17,6 +17,7 @@ from deltatree.capture import Captured, shared_pool
 from deltatree.errors import TreeError
 from deltatree.kernels.attention import tree_attention
 from deltatree.kernels.conv import tree_conv
+from deltatree.kernels.experts import expert_mlp, route
 from deltatree.kernels.fused import add_norm, gated_norm, norm_rotate, output_gate, swiglu
 from deltatree.kernels.gated_delta import DeltaStash, tree_gated_delta
 from deltatree.models.packed import Norm, PackedAttention, PackedExperts, PackedMLP, PackedRecurrent, norm_of, pack
@@ -130,7 +131,7 @@ class FastTarget:
         """The verify of `buffers.nodes(count)` as captured work. depth: no node is deeper."""
         key = ("verify", count, 0 if count == 1 else depth)
         if key not in buffers.graphs:
-            step = partial(self._step, buffers, count, key[2])
+            step = partial(self.step, buffers, buffers.nodes(count), key[2])
             buffers.graphs[key] = Captured(step, self.device, self._pool)
         return buffers.graphs[key]
 
@@ -144,9 +145,9 @@ class FastTarget:
             buffers.steps.copy_(steps)
         return buffers.graphs["commit", size]
 
-    def _step(self, buffers: StaticBuffers, count: int, depth: int) -> None:
-        """One forward over the nodes in the buffers: reads the state, writes scratch, logits and features."""
-        nodes = buffers.nodes(count)
+    def step(self, buffers: StaticBuffers, nodes: Nodes, depth: int) -> None:
+        """One forward over the nodes: reads the state, writes scratch, logits and features. depth: no node is deeper."""
+        count = len(nodes.token_ids)
         residual = self.reference.text.embed_tokens.weight.index_select(0, nodes.token_ids)
         update, recurrent, attention = None, 0, 0
         for index, layer in enumerate(self.layers):
@@ -247,15 +248,9 @@ def _feed_forward(w: PackedMLP | PackedExperts, x: Tensor) -> Tensor:
 
 
 def _experts(w: PackedExperts, x: Tensor) -> Tensor:
+    """Every token's weighted parts, [n, P, hidden]."""
     logits = linear(x, w.router)
-    probs = logits[:, : w.num_experts].softmax(-1, dtype=torch.float)
-    value, index = probs.topk(w.top_k)
-    if w.normalise:
-        value = value / value.sum(-1, keepdim=True)
-    gu = torch.einsum("nh,nkih->nki", x, w.gate_up[index])
-    g, u = gu.chunk(2, -1)
-    parts = torch.einsum("nki,nkhi->nkh", torch.nn.functional.silu(g) * u, w.down[index]) * value[..., None].to(x.dtype)
-    if w.shared is not None:
-        shared = linear(swiglu(linear(x, w.shared.gate_up)), w.shared.down) * logits[:, -1:].sigmoid()
-        parts = torch.cat([parts, shared[:, None]], 1)
-    return parts
+    if w.shared is None:
+        return expert_mlp(x, route(logits, w.top_k, w.normalise), w.gate_up, w.down)
+    routing = route(logits[:, : w.num_experts], w.top_k, w.normalise, shared_logit=logits[:, w.num_experts])
+    return expert_mlp(x, routing, w.gate_up, w.down, w.shared.gate_up, w.shared.down)

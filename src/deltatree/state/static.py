@@ -51,7 +51,8 @@ class StaticBuffers:
     max_nodes: int
     device: torch.device
     dtype: torch.dtype
-    graphs: dict = field(default_factory=dict, repr=False)  # captured work over these buffers, by the target
+    graphs: dict = field(default_factory=dict, repr=False)  # captured work over these buffers
+    scratch: dict = field(default_factory=dict, repr=False)  # further tensors that captured work needs to find again
 
     def __post_init__(self) -> None:
         s, nodes = self.shapes, self.max_nodes
