@@ -11,12 +11,15 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from deltatree.kernels.attention import triton as attention  # noqa: E402
+from deltatree.kernels.candidates import triton as candidates  # noqa: E402
 from deltatree.kernels.commit import triton as commit  # noqa: E402
 from deltatree.kernels.conv import triton as conv  # noqa: E402
 from deltatree.kernels.experts import Routing  # noqa: E402
 from deltatree.kernels.experts import triton as experts  # noqa: E402
 from deltatree.kernels.gated_delta import DeltaStash, PendingCommit  # noqa: E402
 from deltatree.kernels.gated_delta import triton as delta  # noqa: E402
+from deltatree.kernels.tree_build import triton as tree_build  # noqa: E402
+from deltatree.kernels.walk import triton as walk  # noqa: E402
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 SHARED_BYTES = {80: 166912, 89: 101376, 90: 232448, 100: 232448, 120: 101376, 121: 101376}  # a block may have
@@ -99,6 +102,27 @@ def all_launches(monkeypatch):
     ]  # fmt: skip
 
 
+def round_launches(dtype, monkeypatch) -> list:
+    """Candidates, tree and walk of one round: 15 depths, the published vocabulary, 256 nodes."""
+    logits = torch.empty(15, 248320, dtype=dtype)
+    values, ids = torch.empty(15, 256), torch.zeros(15, 256, dtype=torch.int64)
+    nodes, count = torch.zeros(257, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
+    calls = [
+        (candidates, ("_groups_kernel", "_select_kernel"), lambda: candidates.top_candidates(logits, 256)),
+        (tree_build, ("_grow_kernel", "_relate_kernel"), lambda: tree_build.build_tree(values, ids, nodes, budget=256)),
+        (walk, ("_walk_kernel",), lambda: walk.walk(nodes, nodes, nodes, num_nodes=count, max_depth=15)),
+    ]
+    launches = []
+    for module, names, call in calls:
+        with monkeypatch.context() as patch:
+            for other in names:
+                patch.setattr(module, other, Recorder())
+            call()
+            recorded = [(name, getattr(module, name).launches) for name in names]
+        launches += [(getattr(module, name), *launch) for name, kept in recorded for launch in kept]
+    return launches
+
+
 def attention_launches(q, cache, seen, length, monkeypatch) -> list:
     combine = Recorder()
     kernel = attention._combine_kernel
@@ -112,8 +136,8 @@ def attention_launches(q, cache, seen, length, monkeypatch) -> list:
 @pytest.mark.parametrize("capability", SHARED_BYTES)
 def test_every_kernel_compiles(capability, monkeypatch):
     monkeypatch.setattr(attention, "_shared_bytes", lambda device: SHARED_BYTES[capability])
-    launches = all_launches(monkeypatch)
-    assert len(launches) == 7
+    launches = all_launches(monkeypatch) + round_launches(torch.float32, monkeypatch)
+    assert len(launches) == 12
     for kernel, args, options in launches:
         compiled = compile_for(capability, kernel, args, options)
         assert compiled.asm["cubin"]
