@@ -136,6 +136,19 @@ def _weight_tile(weight, cols, ks, swn, swk, K, N, EVEN: tl.constexpr):
 
 
 @triton.jit
+def _fetch_ahead(weight, cols, swn, K, N, BLOCK_K: tl.constexpr):
+    """Ask for the rows of a weight whose K lies contiguous, 128 bytes at a time, into the L2 cache."""
+    LINE: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth
+    for k in range(0, K, BLOCK_K):
+        at = k + tl.arange(0, BLOCK_K // LINE) * LINE
+        inside = (at < K)[None, :] & (cols < N)[:, None]
+        where = weight + tl.where(inside, cols[:, None] * swn + at[None, :], 0)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [where], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
 def _add_product(inputs, weight, total, WIDEN: tl.constexpr):
     if WIDEN:  # Triton's interpreter cannot multiply bfloat16
         inputs, weight = inputs.to(tl.float32), weight.to(tl.float32)
@@ -184,9 +197,7 @@ def _down_kernel(
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, WIDEN: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """The weighted second product of one block of rows: K = I, N = H."""
-    if CHAINED:
-        gdc_wait()
-        gdc_launch_dependents()
+    # Even before the wait for the activations the routing is there: the first product waited for it before it let us start.
     block = first + tl.program_id(1)
     rows = tl.load(block_rows + block * ROWS + tl.arange(0, ROWS))
     expert = tl.load(block_experts + block)
@@ -197,6 +208,11 @@ def _down_kernel(
         base = tl.where(expert == E, shared, base)
     on = rows >= 0
     cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if CHAINED:
+        if swk == 1:
+            _fetch_ahead(base, cols, swn, K, N, BLOCK_K)
+        gdc_wait()
+        gdc_launch_dependents()
     total = tl.zeros([ROWS, BLOCK_N], tl.float32)
     for k in range(0, K, BLOCK_K):
         ks = k + tl.arange(0, BLOCK_K)
