@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from deltatree.kernels.chaining import chaining
 from deltatree.kernels.experts.reference import BLOCK_M, Routing, scratch_for
 
 MOST_TOKENS = 1024  # of one routing: a program looks at all of them
@@ -238,6 +239,12 @@ def _combine_kernel(
     tl.store(out + n * son + h * soh, total, mask=h < H)
 
 
+def _chain(tensor: Tensor, chained: bool | None) -> dict[str, bool]:
+    if chained is None:
+        return chaining(tensor.device)
+    return {"CHAINED": chained} | ({"launch_pdl": True} if chained else {})
+
+
 def route(
     logits: Tensor,
     top_k: int,
@@ -245,11 +252,11 @@ def route(
     shared_logit: Tensor | None = None,
     out: Routing | None = None,
     *,
-    chained: bool = False,
+    chained: bool | None = None,
 ) -> Routing:
     """As the reference, for up to MOST_TOKENS tokens: one launch for one token, two for more.
 
-    chained: programmatic dependent launches (compute capability 9.0 on), for callers whose other kernels are too
+    chained: whether launches overlap (`kernels.chaining`); None for what the device can do
     """
     tokens, num_experts = logits.shape
     if tokens > MOST_TOKENS:
@@ -258,7 +265,7 @@ def route(
     if out is None:
         out = Routing.empty(tokens, top_k, num_experts, shared=shared, device=logits.device)
     choices = top_k + shared
-    chain = {"CHAINED": chained} | ({"launch_pdl": True} if chained else {})
+    chain = _chain(logits, chained)
     _choose_kernel[(tokens,)](
         logits, shared_logit, out.experts, out.weights, out.block_experts, out.block_rows, out.num_blocks,
         num_experts, *logits.stride(), shared_logit.stride(0) if shared else 1,
@@ -318,7 +325,7 @@ def expert_mlp(
     scratch: Tensor | None = None,
     *,
     launch: dict[str, dict[str, int]] | None = None,
-    chained: bool = False,
+    chained: bool | None = None,
 ) -> Tensor:
     """As the reference, summed in float32: two launches, four if the shared expert has another width than the others.
 
@@ -330,7 +337,7 @@ def expert_mlp(
         scratch = scratch_for(x, routing, gate_up, shared_gate_up)
     sizes = block_sizes(x.shape[0], x.element_size(), _shared_bytes(x.device))
     sizes = {name: entry | (launch or {}).get(name, {}) for name, entry in sizes.items()}
-    common = {"WIDEN": triton.knobs.runtime.interpret, "CHAINED": chained} | ({"launch_pdl": True} if chained else {})
+    common = {"WIDEN": triton.knobs.runtime.interpret} | _chain(x, chained)
     room, shared_blocks = routing.block_experts.shape[0], triton.cdiv(x.shape[0], BLOCK_M)
     if shared_gate_up is None:
         _two_products(x, routing, gate_up, down, None, None, out, scratch, (0, room), sizes, common)
@@ -378,13 +385,13 @@ def _two_products(
     )  # fmt: skip
 
 
-def combine(parts: Tensor, out: Tensor | None = None, *, chained: bool = False) -> Tensor:
+def combine(parts: Tensor, out: Tensor | None = None, *, chained: bool | None = None) -> Tensor:
     """As the reference, summed in float32."""
     tokens, choices, hidden = parts.shape
     out = parts.new_empty(tokens, hidden) if out is None else out
     block_h = 512
     _combine_kernel[(triton.cdiv(hidden, block_h), tokens)](
-        parts, out, hidden, *parts.stride(), *out.stride(), CHOICES=choices, BLOCK_H=block_h, CHAINED=chained,
-        num_warps=4, **({"launch_pdl": True} if chained else {}),
+        parts, out, hidden, *parts.stride(), *out.stride(), CHOICES=choices, BLOCK_H=block_h, num_warps=4,
+        **_chain(parts, chained),
     )  # fmt: skip
     return out

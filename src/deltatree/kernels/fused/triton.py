@@ -6,13 +6,19 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from deltatree.kernels.chaining import chaining
 
 
 @triton.jit
 def _add_norm_kernel(
     residual, update, weight, out, eps, srn, srh, sun, sup, suh, son, soh,
-    H: tl.constexpr, PARTS: tl.constexpr, ZERO_CENTRED: tl.constexpr, BLOCK_H: tl.constexpr,
+    H: tl.constexpr, PARTS: tl.constexpr, ZERO_CENTRED: tl.constexpr, BLOCK_H: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, BLOCK_H)
     on = h < H
@@ -50,7 +56,7 @@ def add_norm(
     _add_norm_kernel[(nodes,)](
         residual, parts, weight, out, eps, *residual.stride(), *((0, 0, 0) if parts is None else parts.stride()),
         *out.stride(), H=size, PARTS=0 if parts is None else parts.shape[1], ZERO_CENTRED=zero_centred,
-        BLOCK_H=triton.next_power_of_2(size), num_warps=8 if size > 1024 else 4,
+        BLOCK_H=triton.next_power_of_2(size), num_warps=8 if size > 1024 else 4, **chaining(residual.device),
     )  # fmt: skip
     return out
 
@@ -58,8 +64,11 @@ def add_norm(
 @triton.jit
 def _gated_norm_kernel(
     x, z, weight, out, eps, sxn, sxh, sxv, szn, szh, szv, son,
-    V: tl.constexpr, BLOCK_V: tl.constexpr,
+    V: tl.constexpr, BLOCK_V: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     v = tl.arange(0, BLOCK_V)
     on = v < V
@@ -78,7 +87,7 @@ def gated_norm(x: Tensor, z: Tensor, *, weight: Tensor, eps: float, out: Tensor 
     out = torch.empty(nodes, heads * dim, dtype=z.dtype, device=z.device) if out is None else out
     _gated_norm_kernel[(nodes, heads)](
         x, z, weight, out, eps, *x.stride(), *z.stride(), out.stride(0),
-        V=dim, BLOCK_V=triton.next_power_of_2(dim), num_warps=1,
+        V=dim, BLOCK_V=triton.next_power_of_2(dim), num_warps=1, **chaining(x.device),
     )  # fmt: skip
     return out
 
@@ -88,8 +97,11 @@ def _norm_rotate_kernel(
     x, keys, values, depths, length, length_here, count, frequencies, scaling, q_weight, k_weight, eps, out,
     sxn, skh, skr, skd, svh, svr, svd, son, soh,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
-    GATED: tl.constexpr, ZERO_CENTRED: tl.constexpr, BLOCK_D: tl.constexpr,
+    GATED: tl.constexpr, ZERO_CENTRED: tl.constexpr, BLOCK_D: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
     node, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d = tl.arange(0, BLOCK_D)
     on = d < D
@@ -167,7 +179,7 @@ def norm_rotate(
         x, keys, values, depths, length if on_device else None, 0 if on_device else length, count, frequencies, scaling,
         q_weight, k_weight, eps, out, x.stride(0), *keys.stride(), *values.stride(), out.stride(0), out.stride(1),
         HEADS=num_heads, KEY_HEADS=key_heads, D=dim, HALF=frequencies.numel(), GATED=gated, ZERO_CENTRED=zero_centred,
-        BLOCK_D=triton.next_power_of_2(dim), num_warps=1 if dim <= 128 else 2,
+        BLOCK_D=triton.next_power_of_2(dim), num_warps=1 if dim <= 128 else 2, **chaining(x.device),
     )  # fmt: skip
     return out
 
@@ -175,8 +187,11 @@ def norm_rotate(
 @triton.jit
 def _output_gate_kernel(
     x, gate, out, sxn, sxh, sxd, sgn, sgh, sgd, son,
-    D: tl.constexpr, BLOCK_D: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     on = d < D
@@ -191,13 +206,16 @@ def output_gate(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> Tensor
     out = x.new_empty(nodes, heads * dim) if out is None else out
     _output_gate_kernel[(nodes, heads)](
         x, gate, out, *x.stride(), *gate.stride(), out.stride(0),
-        D=dim, BLOCK_D=triton.next_power_of_2(dim), num_warps=1 if dim <= 128 else 2,
+        D=dim, BLOCK_D=triton.next_power_of_2(dim), num_warps=1 if dim <= 128 else 2, **chaining(x.device),
     )  # fmt: skip
     return out
 
 
 @triton.jit
-def _swiglu_kernel(x, out, size, sxn, son, BLOCK: tl.constexpr):
+def _swiglu_kernel(x, out, size, sxn, son, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     on = at < size
@@ -210,5 +228,7 @@ def swiglu(x: Tensor, *, out: Tensor | None = None) -> Tensor:
     """As the reference."""
     nodes, size = x.shape[0], x.shape[1] // 2
     out = x.new_empty(nodes, size) if out is None else out
-    _swiglu_kernel[(nodes, triton.cdiv(size, 1024))](x, out, size, x.stride(0), out.stride(0), BLOCK=1024, num_warps=4)
+    _swiglu_kernel[(nodes, triton.cdiv(size, 1024))](
+        x, out, size, x.stride(0), out.stride(0), BLOCK=1024, num_warps=4, **chaining(x.device)
+    )
     return out

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from deltatree.kernels.chaining import chaining
 from deltatree.kernels.gated_delta.reference import DeltaStash, Gates, PendingCommit
 
 MOST_UNROLLED = 32  # deepest trees whose sweeps are unrolled
@@ -439,7 +440,7 @@ def tree_gated_delta(
         )
     old = stash if pending is None else pending.stash
     path = None if pending is None else pending.path.to(state.device)
-    sizes = {"CHAINED": False} | block_sizes(nodes, key_dim, value_dim, k.dtype, max_depth) | (launch or {})
+    sizes = chaining(state.device) | block_sizes(nodes, key_dim, value_dim, k.dtype, max_depth) | (launch or {})
     blocks = triton.cdiv(nodes, sizes["BLOCK_N"])
     seen = ancestors if ancestors.dtype == torch.uint8 else ancestors.to(state.device).view(torch.uint8)
     _tree_gated_delta_kernel[(batch * heads, triton.cdiv(value_dim, sizes["BLOCK_V"]))](
