@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 
 @pytest.mark.skipif(not has_triton(), reason="triton is not installed; the test extra brings it where it exists")
 @pytest.mark.skipif(INTERPRETED or ON_GPU, reason="the twins' tests already run here")
-@pytest.mark.parametrize("law", ["gated_delta", "conv_commit", "attention", "experts"])
+@pytest.mark.parametrize("law", ["gated_delta", "conv_commit", "attention", "experts", "linear"])
 def test_twins_in_the_interpreter(law):
     done = subprocess.run(
         [
