@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from deltatree.kernels.fetch import fetch_ahead
 from deltatree.kernels.linear.reference import Partials
 
 PROGRAMS = 264  # wanted of a launch: two for each multiprocessor of the largest chips
@@ -38,6 +39,8 @@ def _linear_kernel(
     rows = weight + tl.where(mm, m, 0).to(tl.int64)[:, None] * swm  # rows beyond M: the first one, not stored
     tokens = x + n[None, :] * sxn
     if CHAINED:
+        if swk == 1:  # as much as may come while the kernel before finishes
+            fetch_ahead(weight, m, mm, swm, start, tl.minimum(start + 512, end), BLOCK_K)
         gdc_wait()
         gdc_launch_dependents()
     total = tl.zeros([BLOCK_W, BLOCK_N], tl.float32)
