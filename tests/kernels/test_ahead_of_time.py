@@ -18,6 +18,7 @@ from deltatree.kernels.experts import Routing  # noqa: E402
 from deltatree.kernels.experts import triton as experts  # noqa: E402
 from deltatree.kernels.gated_delta import DeltaStash, PendingCommit  # noqa: E402
 from deltatree.kernels.gated_delta import triton as delta  # noqa: E402
+from deltatree.kernels.linear import triton as linear  # noqa: E402
 from deltatree.kernels.tree_build import triton as tree_build  # noqa: E402
 from deltatree.kernels.walk import triton as walk  # noqa: E402
 
@@ -193,3 +194,32 @@ def test_every_expert_kernel_compiles(capability, monkeypatch):
         compiled = compile_for(capability, kernel, args, options)
         assert compiled.asm["cubin"]
         assert compiled.metadata.shared <= SHARED_BYTES[capability], kernel.__name__
+
+
+def linear_launches(tokens: int, rows: int, dtype: torch.dtype, monkeypatch, **options) -> list:
+    """2,048 columns; few rows are split into shares, and the result is float32 then (as a router's logits are)."""
+    x, weight = torch.empty(tokens, 2048, dtype=dtype), torch.empty(rows, 2048, dtype=dtype)
+    out = torch.empty(tokens, rows, dtype=torch.float32 if rows < 1000 else dtype)
+
+    def call():
+        linear.linear(x, weight, out=out, **options)
+
+    return launches_of(linear, "_linear_kernel", call, monkeypatch)
+
+
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+def test_the_linear_kernel_compiles(capability, monkeypatch):
+    monkeypatch.setattr(linear, "_shared_bytes", lambda device: SHARED_BYTES[capability])
+    for tokens, rows, dtype in [
+        (1, 12352, torch.bfloat16),
+        (1, 256, torch.bfloat16),
+        (64, 12352, torch.bfloat16),
+        (256, 12352, torch.bfloat16),
+        (256, 256, torch.bfloat16),
+        (64, 256, torch.float32),
+    ]:
+        chained = capability >= 90 and tokens > 1  # launches that overlap the end of the kernel before
+        for kernel, args, options in linear_launches(tokens, rows, dtype, monkeypatch, chained=chained):
+            compiled = compile_for(capability, kernel, args, options)
+            assert compiled.asm["cubin"]
+            assert compiled.metadata.shared <= SHARED_BYTES[capability], (tokens, rows, dtype)

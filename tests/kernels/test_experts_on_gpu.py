@@ -28,7 +28,7 @@ def test_model_sizes_agree_with_float64(shape, dtype):
         gate = None if case.shared_logit is None else case.shared_logit.double()
         assert same_blocks(routing, truth.route(case.logits.double(), case.top_k, True, gate))
         parts, expected = run(case, routing), expected_of(case, routing)
-        tolerance = TOLERANCE_BF16 if dtype == torch.bfloat16 else 1e-5
+        tolerance = TOLERANCE_BF16 if dtype == torch.bfloat16 else 5e-5  # sums of 2,048 in float32
         assert agrees(parts, expected, tolerance), tokens
         assert agrees(combine(parts), truth.combine(expected), tolerance), tokens
 

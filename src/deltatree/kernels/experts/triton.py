@@ -18,6 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deltatree.kernels.chaining import chaining
 from deltatree.kernels.experts.reference import BLOCK_M, Routing, scratch_for
+from deltatree.kernels.fetch import fetch_ahead
 
 MOST_TOKENS = 1024  # of one routing: a program looks at all of them
 EXACT = tl.constexpr("ieee" if torch.version.hip else "tf32x3")  # a float32 product to float32 accuracy
@@ -137,19 +138,6 @@ def _weight_tile(weight, cols, ks, swn, swk, K, N, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _fetch_ahead(weight, cols, swn, K, N, BLOCK_K: tl.constexpr):
-    """Ask for the rows of a weight whose K lies contiguous, 128 bytes at a time, into the L2 cache."""
-    LINE: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth
-    for k in range(0, K, BLOCK_K):
-        at = k + tl.arange(0, BLOCK_K // LINE) * LINE
-        inside = (at < K)[None, :] & (cols < N)[:, None]
-        where = weight + tl.where(inside, cols[:, None] * swn + at[None, :], 0)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [where], dtype=tl.int32, is_pure=False, pack=1
-        )
-
-
-@triton.jit
 def _add_product(inputs, weight, total, WIDEN: tl.constexpr):
     if WIDEN:  # Triton's interpreter cannot multiply bfloat16
         inputs, weight = inputs.to(tl.float32), weight.to(tl.float32)
@@ -164,10 +152,15 @@ def _gate_up_kernel(
     CHAINED: tl.constexpr,
 ):  # fmt: skip
     """silu(gate) * up of one block of rows: K = H, N = I."""
+    block = first + tl.program_id(1)
+    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     if CHAINED:
+        if shared is not None and swk == 1:  # noqa: SIM102 (known at compile time, the next one only on the device)
+            if block == 0:  # woken whatever the routing is
+                fetch_ahead(shared, cols, cols < N, swn, 0, K, BLOCK_K)
+                fetch_ahead(shared, cols + N, cols < N, swn, 0, K, BLOCK_K)
         gdc_wait()
         gdc_launch_dependents()
-    block = first + tl.program_id(1)
     rows = tl.load(block_rows + block * ROWS + tl.arange(0, ROWS))
     expert = tl.load(block_experts + block)
     if block >= tl.load(num_blocks):
@@ -177,7 +170,6 @@ def _gate_up_kernel(
         base = tl.where(expert == E, shared, base)
     on = rows >= 0
     x += (rows // CHOICES)[:, None] * sxn
-    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     up_base = base + N * swn
     gate = tl.zeros([ROWS, BLOCK_N], tl.float32)
     up = tl.zeros([ROWS, BLOCK_N], tl.float32)
@@ -211,7 +203,7 @@ def _down_kernel(
     cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     if CHAINED:
         if swk == 1:
-            _fetch_ahead(base, cols, swn, K, N, BLOCK_K)
+            fetch_ahead(base, cols, cols < N, swn, 0, K, BLOCK_K)
         gdc_wait()
         gdc_launch_dependents()
     total = tl.zeros([ROWS, BLOCK_N], tl.float32)
@@ -278,7 +270,7 @@ def route(
         _group_kernel[(triton.cdiv(num_experts, block_e) + shared,)](
             out.experts, out.block_experts, out.block_rows, out.num_blocks, tokens, num_experts,
             TOP_K=top_k, CHOICES=choices, SHARED=shared, BLOCK_E=block_e,
-            BLOCK_N=max(BLOCK_M, triton.next_power_of_2(tokens)), BLOCK_A=triton.next_power_of_2(tokens * choices),
+            BLOCK_N=max(BLOCK_M, triton.next_power_of_2(tokens)), BLOCK_A=max(256, triton.next_power_of_2(tokens * choices)),
             BINS=max(32, triton.next_power_of_2(num_experts)), num_warps=4 if tokens <= 64 else 8, **chain,
         )  # fmt: skip
     return out
