@@ -341,7 +341,7 @@ def tree_gated_delta(
     pending: PendingCommit | None = None,
     out: Tensor | None = None,
     stash: DeltaStash | None = None,
-    launch: dict[str, int | str] | None = None,
+    launch: dict[str, int | str | bool] | None = None,
 ) -> tuple[Tensor, DeltaStash]:
     """As the reference, for float32 states.
 

@@ -31,19 +31,20 @@ from deltatree.kernels.gated_delta.reference import DeltaStash, Gates, PendingCo
 
 BAND = tl.constexpr(4)  # levels of a diagonal block that are inverted by products alone
 MOST_IN_PANEL = 4  # blocks whose solve is unrolled
+LONGEST_SUM = 128  # nodes whose log decays are summed at once
 
 
 @triton.jit
 def _path_sums(
     ancestors, g, block, N, sai, saj, sgn, a_log, dt_bias,
-    RAW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SUM: tl.constexpr,
+    RAW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SUM: tl.constexpr, ONE_SUM: tl.constexpr,
 ):  # fmt: skip
     """The sums of one block's nodes over all their ancestors, which are at most as far as the block's last node."""
     rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
     coarse = tl.zeros([BLOCK_N], tl.float32)
     fine = tl.zeros([BLOCK_N], tl.float32)
     count = tl.zeros([BLOCK_N], tl.int32)
-    for start in range(0, (block + 1) * BLOCK_N, BLOCK_SUM):
+    for start in range(0, 1 if ONE_SUM else (block + 1) * BLOCK_N, BLOCK_SUM):
         cols = start + tl.arange(0, BLOCK_SUM)
         inside = (rows[:, None] < N) & (cols[None, :] < N)
         seen = tl.load(ancestors + rows[:, None] * sai + cols[None, :] * saj, mask=inside, other=0) != 0
@@ -87,21 +88,20 @@ def _inverse(x, count, real, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def _state_tile(
-    tile, state, committed, q, k, v, beta, log_decay, ancestors, carried, new_u, a_log, dt_bias,
-    path, path_length, old_k, old_u, old_g, N, num_blocks, share, scale,
-    ssb, ssh, ssk, ssv, sqb, sqn, sqh, sqk, skb, skn, skh, skk, svb, svn, svh, svv, sbb, sbn, sbh, sgb, sgn, sgh,
-    sai, saj, nub, nun, nuh, nuv, spath, okb, okn, okh, okk, oub, oun, ouh, ouv, ogb, ogn, ogh,
+    tile, state, committed, q, k, recalled, carried, path, path_length, old_k, old_u, old_g, N, share, scale,
+    ssb, ssh, ssk, ssv, sqb, sqn, sqh, sqk, skb, skn, skh, skk, nub, nun, nuh, nuv,
+    spath, okb, okn, okh, okk, oub, oun, ouh, ouv, ogb, ogn, ogh,
     HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PATH: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_PATH: tl.constexpr,
-    BLOCK_SUM: tl.constexpr, RAW: tl.constexpr, PENDING: tl.constexpr, COPY: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr, BLOCK_PATH: tl.constexpr,
+    PENDING: tl.constexpr, COPY: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """What `share` blocks of nodes read in one tile of the state: rhs into new_u, outputs before the solve into carried.
+    """What `share` nodes read in one tile of the state: K S0 and Q S0 of normalised keys and scaled queries.
 
     Several programs with one tile each commit the path for themselves. None may write what another still reads, so with
     COPY the first leaves the committed tile in scratch and the second launch copies it over.
     """
     v_tiles: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
-    shares = tl.cdiv(num_blocks, share)
+    shares = tl.cdiv(N, share)
     head = tile // (v_tiles * shares)
     first = (tile // v_tiles % shares) * share
     b = (head // HV).to(tl.int64)
@@ -113,20 +113,12 @@ def _state_tile(
     ok, ov = ok.to(tl.int64), ov.to(tl.int64)
     q += b * sqb + hk * sqh
     k += b * skb + hk * skh
-    v += b * svb + hv * svh
-    beta += b * sbb + hv * sbh
-    log_decay += b * sgb + hv * sgh
-    new_u += b * nub + hv * nuh
+    recalled += b * nub + hv * nuh
     carried += head.to(tl.int64) * N * V
 
     inside = mk[:, None] & mv[None, :]
     where_state = state + b * ssb + hv * ssh + ok[:, None] * ssk + ov[None, :] * ssv
     s = tl.load(where_state, mask=inside, other=0.0)
-    decay_scale = 0.0
-    decay_shift = 0.0
-    if RAW:
-        decay_scale = tl.load(a_log + hv).to(tl.float32)
-        decay_shift = tl.load(dt_bias + hv).to(tl.float32)
     if PENDING:
         old_k += b * okb + hk * okh
         old_u += b * oub + hv * ouh
@@ -149,40 +141,26 @@ def _state_tile(
 
     if SPLIT:
         s_high, s_middle, s_low = _split3(s)
-    for block in range(first, tl.minimum(first + share, num_blocks)):
-        rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    for start in range(first, tl.minimum(first + share, N), ROWS):
+        rows = start + tl.arange(0, ROWS)
         mn = rows < N
         rows = rows.to(tl.int64)
-        keys = _rows(k, block, N, skn, skk, ok, mk, BLOCK_N)
-        queries = _rows(q, block, N, sqn, sqk, ok, mk, BLOCK_N)
-        values = _rows(v, block, N, svn, svv, ov, mv, BLOCK_N).to(tl.float32)
-        gate = tl.load(beta + rows * sbn, mask=mn, other=0.0).to(tl.float32)
-        if RAW:
-            gate = tl.sigmoid(gate)
-        coarse, fine, _ = _path_sums(
-            ancestors, log_decay, block, N, sai, saj, sgn, decay_scale, decay_shift, RAW, BLOCK_N, BLOCK_SUM
-        )
-        fade = tl.exp(coarse + fine)
+        keys = tl.load(k + rows[:, None] * skn + ok[None, :] * skk, mask=mn[:, None] & mk[None, :], other=0.0)
+        queries = tl.load(q + rows[:, None] * sqn + ok[None, :] * sqk, mask=mn[:, None] & mk[None, :], other=0.0)
         # Products take the inputs as they are (exact in bfloat16); the norms are applied to their results.
         wide = keys.to(tl.float32)
         key_norm = tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6)
         wide = queries.to(tl.float32)
         query_norm = tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6) * scale
-        if SPLIT:
-            recalled = tl.dot(keys, s_low)
-            recalled = tl.dot(keys, s_middle, recalled)
-            recalled = tl.dot(keys, s_high, recalled)
-            outputs = tl.dot(queries, s_low)
-            outputs = tl.dot(queries, s_middle, outputs)
-            outputs = tl.dot(queries, s_high, outputs)
+        if SPLIT:  # added up afterwards: three short chains of products instead of a long one
+            found = (tl.dot(keys, s_low) + tl.dot(keys, s_middle)) + tl.dot(keys, s_high)
+            outputs = (tl.dot(queries, s_low) + tl.dot(queries, s_middle)) + tl.dot(queries, s_high)
         else:
-            recalled = tl.dot(keys.to(tl.float32), s, input_precision=EXACT)
+            found = tl.dot(keys.to(tl.float32), s, input_precision=EXACT)
             outputs = tl.dot(queries.to(tl.float32), s, input_precision=EXACT)
-        rhs = gate[:, None] * (values - (fade * key_norm)[:, None] * recalled)
-        outputs = (fade * query_norm)[:, None] * outputs
         written = mn[:, None] & mv[None, :]
-        tl.store(new_u + rows[:, None] * nun + ov[None, :] * nuv, rhs, mask=written)
-        tl.store(carried + rows[:, None] * V + ov[None, :], outputs, mask=written)
+        tl.store(recalled + rows[:, None] * nun + ov[None, :] * nuv, key_norm[:, None] * found, mask=written)
+        tl.store(carried + rows[:, None] * V + ov[None, :], query_norm[:, None] * outputs, mask=written)
 
 
 @triton.jit
@@ -190,7 +168,7 @@ def _block_pair(
     pair, q, k, beta, log_decay, ancestors, solve, read, new_k, new_g, a_log, dt_bias, N, num_blocks, scale,
     sqb, sqn, sqh, sqk, skb, skn, skh, skk, sbb, sbn, sbh, sgb, sgn, sgh, sai, saj, nkb, nkn, nkh, nkk, ngb, ngn, ngh,
     heads, HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_SUM: tl.constexpr, RAW: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_SUM: tl.constexpr, ONE_SUM: tl.constexpr, RAW: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What the nodes of block `row` find in those of block `col`, for one value head."""
     head = pair % heads
@@ -228,10 +206,10 @@ def _block_pair(
         decay_scale = tl.load(a_log + hv).to(tl.float32)
         decay_shift = tl.load(dt_bias + hv).to(tl.float32)
     coarse, fine, count = _path_sums(
-        ancestors, log_decay, row, N, sai, saj, sgn, decay_scale, decay_shift, RAW, BLOCK_N, BLOCK_SUM
+        ancestors, log_decay, row, N, sai, saj, sgn, decay_scale, decay_shift, RAW, BLOCK_N, BLOCK_SUM, ONE_SUM
     )
     past_coarse, past_fine, _ = _path_sums(
-        ancestors, log_decay, col, N, sai, saj, sgn, decay_scale, decay_shift, RAW, BLOCK_N, BLOCK_SUM
+        ancestors, log_decay, col, N, sai, saj, sgn, decay_scale, decay_shift, RAW, BLOCK_N, BLOCK_SUM, ONE_SUM
     )
     if not SPLIT:
         keys, queries, past = keys.to(tl.float32), queries.to(tl.float32), past.to(tl.float32)
@@ -262,17 +240,18 @@ def _block_pair(
 
 @triton.jit
 def _prepare_kernel(
-    state, committed, q, k, v, beta, log_decay, ancestors, solve, read, carried, new_k, new_u, new_g, a_log, dt_bias,
+    state, committed, q, k, beta, log_decay, ancestors, solve, read, carried, new_k, new_u, new_g, a_log, dt_bias,
     path, path_length, old_k, old_u, old_g, N, num_blocks, num_tiles, heads, share, scale,
-    ssb, ssh, ssk, ssv, sqb, sqn, sqh, sqk, skb, skn, skh, skk, svb, svn, svh, svv, sbb, sbn, sbh, sgb, sgn, sgh,
+    ssb, ssh, ssk, ssv, sqb, sqn, sqh, sqk, skb, skn, skh, skk, sbb, sbn, sbh, sgb, sgn, sgh,
     sai, saj, nkb, nkn, nkh, nkk, nub, nun, nuh, nuv, ngb, ngn, ngh,
     spath, okb, okn, okh, okk, oub, oun, ouh, ouv, ogb, ogn, ogh,
     HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PATH: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_PATH: tl.constexpr,
-    BLOCK_SUM: tl.constexpr, RAW: tl.constexpr, PENDING: tl.constexpr, COPY: tl.constexpr, SPLIT: tl.constexpr,
-    PRECISION: tl.constexpr, CHAINED: tl.constexpr, FOLLOWED: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_PATH: tl.constexpr, BLOCK_SUM: tl.constexpr, ONE_SUM: tl.constexpr,
+    RAW: tl.constexpr, PENDING: tl.constexpr, COPY: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    CHAINED: tl.constexpr, FOLLOWED: tl.constexpr,
 ):  # fmt: skip
-    """The first launch. The solve of blocks takes X off their right-hand side, so X is left with its sign turned."""
+    """The first launch."""
     if CHAINED:  # the launch overlaps the end of the kernel before; nothing is read until that has finished
         gdc_wait()
     if FOLLOWED:
@@ -280,39 +259,66 @@ def _prepare_kernel(
     program = tl.program_id(0)
     if program < num_tiles:
         _state_tile(
-            program, state, committed, q, k, v, beta, log_decay, ancestors, carried, new_u, a_log, dt_bias,
-            path, path_length, old_k, old_u, old_g, N, num_blocks, share, scale,
-            ssb, ssh, ssk, ssv, sqb, sqn, sqh, sqk, skb, skn, skh, skk, svb, svn, svh, svv, sbb, sbn, sbh,
-            sgb, sgn, sgh, sai, saj, nub, nun, nuh, nuv, spath, okb, okn, okh, okk, oub, oun, ouh, ouv, ogb, ogn, ogh,
-            HV, GROUP, K, V, PATH, BLOCK_K, BLOCK_V, BLOCK_N, BLOCK_PATH, BLOCK_SUM, RAW, PENDING, COPY, SPLIT,
+            program, state, committed, q, k, new_u, carried, path, path_length, old_k, old_u, old_g, N, share, scale,
+            ssb, ssh, ssk, ssv, sqb, sqn, sqh, sqk, skb, skn, skh, skk, nub, nun, nuh, nuv,
+            spath, okb, okn, okh, okk, oub, oun, ouh, ouv, ogb, ogn, ogh,
+            HV, GROUP, K, V, PATH, BLOCK_K, BLOCK_V, ROWS, BLOCK_PATH, PENDING, COPY, SPLIT,
         )  # fmt: skip
     else:
         _block_pair(
             program - num_tiles, q, k, beta, log_decay, ancestors, solve, read, new_k, new_g, a_log, dt_bias,
             N, num_blocks, scale, sqb, sqn, sqh, sqk, skb, skn, skh, skk, sbb, sbn, sbh, sgb, sgn, sgh, sai, saj,
             nkb, nkn, nkh, nkk, ngb, ngn, ngh, heads,
-            HV, GROUP, K, BLOCK_K, BLOCK_N, BLOCK_SUM, RAW, SPLIT, PRECISION,
+            HV, GROUP, K, BLOCK_K, BLOCK_N, BLOCK_SUM, ONE_SUM, RAW, SPLIT, PRECISION,
         )  # fmt: skip
 
 
 @triton.jit
-def _tile(tiles, row, col, num_blocks, BLOCK_N: tl.constexpr):
-    """The tile of a pair of blocks; zeros where a panel reaches beyond the last block."""
+def _transposed(x, block, N, sxn, sx, offsets, inside, BLOCK_N: tl.constexpr):
+    """[..., BLOCK_N] of a block's nodes; zeros beyond the last."""
+    rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    where = x + rows.to(tl.int64)[None, :] * sxn + offsets[:, None] * sx
+    return tl.load(where, mask=(rows < N)[None, :] & inside[:, None], other=0.0)
+
+
+@triton.jit
+def _pair(tiles, row, col, num_blocks, BLOCK_N: tl.constexpr):
+    """The transposed tile of a pair of blocks; zeros where a panel reaches beyond the last block."""
     node = tl.arange(0, BLOCK_N)
     slot = (row * (row + 1) // 2 + col) * BLOCK_N * BLOCK_N
     mask = (row < num_blocks) & (node[:, None] < BLOCK_N) & (node[None, :] < BLOCK_N)
-    return tl.load(tiles + slot + node[:, None] * BLOCK_N + node[None, :], mask=mask, other=0.0)
+    return tl.load(tiles + slot + node[:, None] + node[None, :] * BLOCK_N, mask=mask, other=0.0)
+
+
+@triton.jit
+def _start(u, carried, v, beta, g, block, N, sun, suv, svn, svv, sbn, sgn, ov, mv,
+           V: tl.constexpr, BLOCK_N: tl.constexpr, RAW: tl.constexpr):  # fmt: skip
+    """The right-hand side of a block of nodes, and its outputs before the solve, both [V, N]."""
+    rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    mn = rows < N
+    rows = rows.to(tl.int64)
+    recalled = _transposed(u, block, N, sun, suv, ov, mv, BLOCK_N)
+    outputs = _transposed(carried, block, N, V, 1, ov, mv, BLOCK_N)
+    values = _transposed(v, block, N, svn, svv, ov, mv, BLOCK_N).to(tl.float32)
+    gate = tl.load(beta + rows * sbn, mask=mn, other=0.0).to(tl.float32)
+    if RAW:
+        gate = tl.sigmoid(gate)
+    fade = tl.exp(tl.load(g + rows * sgn, mask=mn, other=0.0))
+    return gate[None, :] * (values - fade[None, :] * recalled), fade[None, :] * outputs
 
 
 @triton.jit
 def _solve_kernel(
-    state, committed, solve, read, carried, u, out, N, num_blocks, ssb, ssh, ssk, ssv, sub, sun, suh, suv,
-    sob, son, soh, sov,
+    state, committed, solve, read, carried, v, beta, u, g, out, N, num_blocks,
+    ssb, ssh, ssk, ssv, svb, svn, svh, svv, sbb, sbn, sbh, sub, sun, suh, suv, sgb, sgn, sgh, sob, son, soh, sov,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    BLOCK_N: tl.constexpr, PANEL: tl.constexpr, ONE_PANEL: tl.constexpr, COPY: tl.constexpr, PRECISION: tl.constexpr,
-    CHAINED: tl.constexpr, FOLLOWED: tl.constexpr,
+    BLOCK_N: tl.constexpr, PANEL: tl.constexpr, ONE_PANEL: tl.constexpr, RAW: tl.constexpr, COPY: tl.constexpr,
+    PRECISION: tl.constexpr, CHAINED: tl.constexpr, FOLLOWED: tl.constexpr,
 ):  # fmt: skip
-    """The second launch: u holds the right-hand sides and receives the pseudo-values."""
+    """The second launch: u holds K S0 and receives the pseudo-values.
+
+    Everything is transposed, [V, N]: the result of one product is then a left factor of the next as it lies in registers.
+    """
     if FOLLOWED:
         gdc_wait()
     if CHAINED:
@@ -332,7 +338,10 @@ def _solve_kernel(
     solve += head * (num_blocks * (num_blocks + 1) // 2) * size
     read += head * (num_blocks * (num_blocks + 1) // 2) * size
     carried += head * N * V
+    v += b * svb + hv * svh
+    beta += b * sbb + hv * sbh
     u += b * sub + hv * suh
+    g += b * sgb + hv * sgh
     out += b * sob + hv * soh
 
     for panel in range(0, 1 if ONE_PANEL else tl.cdiv(num_blocks, PANEL)):
@@ -340,56 +349,56 @@ def _solve_kernel(
         left = ()  # right-hand sides less what earlier panels explain
         outputs = ()
         for r in tl.static_range(PANEL):
-            left = left + (_rows(u, first + r, N, sun, suv, ov, mv, BLOCK_N),)
-            if not ONE_PANEL:
-                outputs = outputs + (_rows(carried, first + r, N, V, 1, ov, mv, BLOCK_N),)
+            rhs, result = _start(
+                u, carried, v, beta, g, first + r, N, sun, suv, svn, svv, sbn, sgn, ov, mv, V, BLOCK_N, RAW
+            )
+            left = left + (rhs,)
+            outputs = outputs + (result,)
         if not ONE_PANEL:
             for j in range(0, first):
-                past = _rows(u, j, N, sun, suv, ov, mv, BLOCK_N)
+                past = _transposed(u, j, N, sun, suv, ov, mv, BLOCK_N)
                 next_left = ()
                 next_outputs = ()
                 for r in tl.static_range(PANEL):
-                    x = _tile(solve, first + r, j, num_blocks, BLOCK_N)
-                    y = _tile(read, first + r, j, num_blocks, BLOCK_N)
-                    next_left = next_left + (tl.dot(x, past, left[r], input_precision=PRECISION),)
-                    next_outputs = next_outputs + (tl.dot(y, past, outputs[r], input_precision=PRECISION),)
+                    x = _pair(solve, first + r, j, num_blocks, BLOCK_N)
+                    y = _pair(read, first + r, j, num_blocks, BLOCK_N)
+                    next_left = next_left + (tl.dot(past, x, left[r], input_precision=PRECISION),)
+                    next_outputs = next_outputs + (tl.dot(past, y, outputs[r], input_precision=PRECISION),)
                 left = next_left
                 outputs = next_outputs
 
         tiles = ()  # everything is on its way before anything is waited for
         for r in tl.static_range(PANEL):
             for j in tl.static_range(r + 1):
-                tiles = tiles + (_tile(solve, first + r, first + j, num_blocks, BLOCK_N),)
+                tiles = tiles + (_pair(solve, first + r, first + j, num_blocks, BLOCK_N),)
         found = ()
         for r in tl.static_range(PANEL):
             rows = (first + r) * BLOCK_N + tl.arange(0, BLOCK_N)
-            written = (rows < N)[:, None] & mv[None, :]
+            written = mv[:, None] & (rows < N)[None, :]
             rows = rows.to(tl.int64)
             reads = ()
             for j in tl.static_range(r + 1):
-                reads = reads + (_tile(read, first + r, first + j, num_blocks, BLOCK_N),)
-            if ONE_PANEL:
-                result = _rows(carried, first + r, N, V, 1, ov, mv, BLOCK_N)
-            else:
-                result = outputs[r]
+                reads = reads + (_pair(read, first + r, first + j, num_blocks, BLOCK_N),)
             rhs = left[r]
             for j in tl.static_range(r):
-                rhs = tl.dot(tiles[r * (r + 1) // 2 + j], found[j], rhs, input_precision=PRECISION)
-            found = found + (tl.dot(tiles[r * (r + 1) // 2 + r], rhs, input_precision=PRECISION),)
-            tl.store(u + rows[:, None] * sun + ov[None, :] * suv, found[r], mask=written)
+                rhs = tl.dot(found[j], tiles[r * (r + 1) // 2 + j], rhs, input_precision=PRECISION)
+            found = found + (tl.dot(rhs, tiles[r * (r + 1) // 2 + r], input_precision=PRECISION),)
+            tl.store(u + rows[None, :] * sun + ov[:, None] * suv, found[r], mask=written)
+            result = outputs[r]
             for j in tl.static_range(r + 1):
-                result = tl.dot(reads[j], found[j], result, input_precision=PRECISION)
-            tl.store(out + rows[:, None] * son + ov[None, :] * sov, result, mask=written)
+                result = tl.dot(found[j], reads[j], result, input_precision=PRECISION)
+            tl.store(out + rows[None, :] * son + ov[:, None] * sov, result, mask=written)
         if not ONE_PANEL:
             tl.debug_barrier()  # the next panel reads this one's pseudo-values back
 
 
-def wide_sizes(num_nodes: int, key_dim: int, value_dim: int, dtype: torch.dtype) -> dict[str, int | str | bool]:
+def wide_sizes(num_nodes: int, value_dim: int, dtype: torch.dtype) -> dict[str, int | str | bool]:
     """The two launches: a fixed table, so that a run can be repeated and live state is never tuned on.
 
-    SHARE: blocks of nodes that one program reads in a tile of the state; below the number of blocks there are several
-    programs a tile, and the second launch copies the committed state.    FOLLOWED: the second launch starts while the
-    first ends.    PREPARE_V, SOLVE_V: columns of a program of either launch.
+    SHARE: nodes for which one program reads a tile of the state; where there are more, several programs do, and the
+        second launch copies the committed state    ROWS: nodes that it reads at a time
+    PREPARE_V, SOLVE_V, SOLVE_WARPS: value columns of a program of either launch, and warps of the second
+    FOLLOWED: the second launch starts while the first ends (compute capability 9.0 and later)
     """
     block_v = min(32, max(16, triton.next_power_of_2(value_dim)))
     # Three bfloat16 products keep 16 bits of either factor, enough for inputs that have 8.
@@ -397,22 +406,25 @@ def wide_sizes(num_nodes: int, key_dim: int, value_dim: int, dtype: torch.dtype)
     blocks = triton.cdiv(num_nodes, 32)
     return {
         "BLOCK_N": 32,
-        "PREPARE_V": block_v if key_dim <= 128 else 16,  # the split state has to stay in registers
+        "PREPARE_V": block_v,
+        "SHARE": 128,
+        "ROWS": 16,
         "SOLVE_V": block_v,
-        "SHARE": min(blocks, 4),
+        "SOLVE_WARPS": 2,
         "PANEL": triton.cdiv(blocks, triton.cdiv(blocks, MOST_IN_PANEL)),
         "PRECISION": "bf16x3" if narrow else EXACT.value,
         "CHAINED": False,
         "FOLLOWED": False,
-        "num_warps": 4,
     }
 
 
-def _scratch_sizes(heads: int, nodes: int, dims: tuple[int, int], block_n: int, copied: bool) -> list[int]:
-    """Numbers in X, Y, the outputs before the solve, and the committed state."""
+def _scratch(state: Tensor, nodes: int, block_n: int, copied: bool) -> list[Tensor]:
+    """X, Y, the outputs before the solve, and the committed state: four parts of one new tensor."""
+    batch, heads, key_dim, value_dim = state.shape
     blocks = triton.cdiv(nodes, block_n)
-    pairs = heads * blocks * (blocks + 1) // 2 * block_n**2
-    return [pairs, pairs, heads * nodes * dims[1], heads * dims[0] * dims[1] if copied else 0]
+    pairs = blocks * (blocks + 1) // 2 * block_n**2
+    numbers = [pairs, pairs, nodes * value_dim, key_dim * value_dim if copied else 0]
+    return state.new_empty(batch * heads * sum(numbers)).split([batch * heads * n for n in numbers])
 
 
 def launch_wide(
@@ -423,36 +435,33 @@ def launch_wide(
     """Both launches; everything is as in `tree_gated_delta`, `seen` its ancestors as bytes. Scratch is allocated here."""
     batch, heads, key_dim, value_dim = state.shape
     nodes, key_heads = q.shape[1:3]
-    sizes = wide_sizes(nodes, key_dim, value_dim, k.dtype) | launch
-    block_n, prepare_v, solve_v, share, panel = (
-        sizes.pop(name) for name in ("BLOCK_N", "PREPARE_V", "SOLVE_V", "SHARE", "PANEL")
-    )
-    chained, followed = sizes.pop("CHAINED"), sizes.pop("FOLLOWED")
-    blocks, all_heads = triton.cdiv(nodes, block_n), batch * heads
-    copied = pending is not None and share < blocks
-    numbers = _scratch_sizes(all_heads, nodes, (key_dim, value_dim), block_n, copied)
-    solve, read, carried, committed = state.new_empty(sum(numbers)).split(numbers)
+    sizes = wide_sizes(nodes, value_dim, k.dtype) | launch
+    blocks, all_heads = triton.cdiv(nodes, sizes["BLOCK_N"]), batch * heads
+    copied = pending is not None and sizes["SHARE"] < nodes
+    solve, read, carried, committed = _scratch(state, nodes, sizes["BLOCK_N"], copied)
     old, path = (stash, None) if pending is None else (pending.stash, pending.path.to(state.device))
-    block_k = max(16, triton.next_power_of_2(key_dim))
-    num_tiles = all_heads * triton.cdiv(value_dim, prepare_v) * triton.cdiv(blocks, share)
+    num_tiles = all_heads * triton.cdiv(value_dim, sizes["PREPARE_V"]) * triton.cdiv(nodes, sizes["SHARE"])
+    common = {
+        "HV": heads, "K": key_dim, "V": value_dim, "BLOCK_K": max(16, triton.next_power_of_2(key_dim)),
+        "RAW": gates is not None, "COPY": copied,
+    } | {name: sizes[name] for name in ("BLOCK_N", "PRECISION", "CHAINED", "FOLLOWED")}  # fmt: skip
     _prepare_kernel[(num_tiles + all_heads * blocks * (blocks + 1) // 2,)](
-        state, committed, q, k, v, beta, log_decay, seen, solve, read, carried, stash.k, stash.u, stash.log_decay,
+        state, committed, q, k, beta, log_decay, seen, solve, read, carried, stash.k, stash.u, stash.log_decay,
         None if gates is None else gates.a_log, None if gates is None else gates.dt_bias,
         path, None if pending is None else pending.length, old.k, old.u, old.log_decay,
-        nodes, blocks, num_tiles, all_heads, share, key_dim**-0.5,
-        *state.stride(), *q.stride(), *k.stride(), *v.stride(), *beta.stride(), *log_decay.stride(),
+        nodes, blocks, num_tiles, all_heads, sizes["SHARE"], key_dim**-0.5,
+        *state.stride(), *q.stride(), *k.stride(), *beta.stride(), *log_decay.stride(),
         *seen.stride(), *stash.k.stride(), *stash.u.stride(), *stash.log_decay.stride(),
         1 if path is None else path.stride(0), *old.k.stride(), *old.u.stride(), *old.log_decay.stride(),
-        HV=heads, GROUP=heads // key_heads, K=key_dim, V=value_dim, PATH=0 if path is None else path.numel(),
-        BLOCK_K=block_k, BLOCK_V=prepare_v, BLOCK_N=block_n, BLOCK_PATH=path_block(path),
-        BLOCK_SUM=min(128, triton.next_power_of_2(nodes)), RAW=gates is not None, PENDING=pending is not None,
-        COPY=copied, SPLIT=q.dtype == k.dtype == torch.bfloat16 and not triton.knobs.runtime.interpret,
-        CHAINED=chained, FOLLOWED=followed, **sizes, **({"launch_pdl": True} if chained else {}),
+        GROUP=heads // key_heads, PATH=0 if path is None else path.numel(), BLOCK_PATH=path_block(path),
+        BLOCK_V=sizes["PREPARE_V"], ROWS=sizes["ROWS"],
+        BLOCK_SUM=min(LONGEST_SUM, triton.next_power_of_2(nodes)), ONE_SUM=nodes <= LONGEST_SUM,
+        PENDING=pending is not None, SPLIT=q.dtype == k.dtype == torch.bfloat16 and not triton.knobs.runtime.interpret,
+        num_warps=4, **common, **({"launch_pdl": True} if sizes["CHAINED"] else {}),
     )  # fmt: skip
-    _solve_kernel[(all_heads, triton.cdiv(value_dim, solve_v))](
-        state, committed, solve, read, carried, stash.u, out, nodes, blocks,
-        *state.stride(), *stash.u.stride(), *out.stride(),
-        HV=heads, K=key_dim, V=value_dim, BLOCK_K=block_k, BLOCK_V=solve_v, BLOCK_N=block_n, PANEL=panel,
-        ONE_PANEL=blocks <= panel, COPY=copied, CHAINED=chained, FOLLOWED=followed,
-        **sizes, **({"launch_pdl": True} if followed else {}),
+    _solve_kernel[(all_heads, triton.cdiv(value_dim, sizes["SOLVE_V"]))](
+        state, committed, solve, read, carried, v, beta, stash.u, stash.log_decay, out, nodes, blocks,
+        *state.stride(), *v.stride(), *beta.stride(), *stash.u.stride(), *stash.log_decay.stride(), *out.stride(),
+        BLOCK_V=sizes["SOLVE_V"], PANEL=sizes["PANEL"], ONE_PANEL=blocks <= sizes["PANEL"],
+        num_warps=sizes["SOLVE_WARPS"], **common, **({"launch_pdl": True} if sizes["FOLLOWED"] else {}),
     )  # fmt: skip
