@@ -346,15 +346,15 @@ def _solve_kernel(
 
     for panel in range(0, 1 if ONE_PANEL else tl.cdiv(num_blocks, PANEL)):
         first = panel * PANEL
-        left = ()  # right-hand sides less what earlier panels explain
-        outputs = ()
-        for r in tl.static_range(PANEL):
-            rhs, result = _start(
-                u, carried, v, beta, g, first + r, N, sun, suv, svn, svv, sbn, sgn, ov, mv, V, BLOCK_N, RAW
-            )
-            left = left + (rhs,)
-            outputs = outputs + (result,)
         if not ONE_PANEL:
+            left = ()  # right-hand sides less what earlier panels explain
+            outputs = ()
+            for r in tl.static_range(PANEL):
+                rhs, result = _start(
+                    u, carried, v, beta, g, first + r, N, sun, suv, svn, svv, sbn, sgn, ov, mv, V, BLOCK_N, RAW
+                )
+                left = left + (rhs,)  # noqa: RUF005  Triton has no unpacking
+                outputs = outputs + (result,)  # noqa: RUF005
             for j in range(0, first):
                 past = _transposed(u, j, N, sun, suv, ov, mv, BLOCK_N)
                 next_left = ()
@@ -362,29 +362,31 @@ def _solve_kernel(
                 for r in tl.static_range(PANEL):
                     x = _pair(solve, first + r, j, num_blocks, BLOCK_N)
                     y = _pair(read, first + r, j, num_blocks, BLOCK_N)
-                    next_left = next_left + (tl.dot(past, x, left[r], input_precision=PRECISION),)
-                    next_outputs = next_outputs + (tl.dot(past, y, outputs[r], input_precision=PRECISION),)
+                    next_left = next_left + (tl.dot(past, x, left[r], input_precision=PRECISION),)  # noqa: RUF005
+                    next_outputs = next_outputs + (tl.dot(past, y, outputs[r], input_precision=PRECISION),)  # noqa: RUF005
                 left = next_left
                 outputs = next_outputs
-
-        tiles = ()  # everything is on its way before anything is waited for
-        for r in tl.static_range(PANEL):
-            for j in tl.static_range(r + 1):
-                tiles = tiles + (_pair(solve, first + r, first + j, num_blocks, BLOCK_N),)
         found = ()
         for r in tl.static_range(PANEL):
+            tiles = ()  # all of a row is on its way before any of it is waited for
+            for j in tl.static_range(r + 1):
+                tiles = tiles + (_pair(solve, first + r, first + j, num_blocks, BLOCK_N),)  # noqa: RUF005
+            if ONE_PANEL:
+                rhs, result = _start(
+                    u, carried, v, beta, g, first + r, N, sun, suv, svn, svv, sbn, sgn, ov, mv, V, BLOCK_N, RAW
+                )
+            else:
+                rhs, result = left[r], outputs[r]
+            reads = ()
+            for j in tl.static_range(r + 1):
+                reads = reads + (_pair(read, first + r, first + j, num_blocks, BLOCK_N),)  # noqa: RUF005
+            for j in tl.static_range(r):
+                rhs = tl.dot(found[j], tiles[j], rhs, input_precision=PRECISION)
+            found = found + (tl.dot(rhs, tiles[r], input_precision=PRECISION),)  # noqa: RUF005
             rows = (first + r) * BLOCK_N + tl.arange(0, BLOCK_N)
             written = mv[:, None] & (rows < N)[None, :]
             rows = rows.to(tl.int64)
-            reads = ()
-            for j in tl.static_range(r + 1):
-                reads = reads + (_pair(read, first + r, first + j, num_blocks, BLOCK_N),)
-            rhs = left[r]
-            for j in tl.static_range(r):
-                rhs = tl.dot(found[j], tiles[r * (r + 1) // 2 + j], rhs, input_precision=PRECISION)
-            found = found + (tl.dot(rhs, tiles[r * (r + 1) // 2 + r], input_precision=PRECISION),)
             tl.store(u + rows[None, :] * sun + ov[:, None] * suv, found[r], mask=written)
-            result = outputs[r]
             for j in tl.static_range(r + 1):
                 result = tl.dot(found[j], reads[j], result, input_precision=PRECISION)
             tl.store(out + rows[None, :] * son + ov[:, None] * sov, result, mask=written)
