@@ -47,7 +47,7 @@ def launches_of(module, name: str, call, monkeypatch) -> list:
 
 def compile_for(capability: int, kernel, args, options):
     options = dict(options)
-    knobs = {name: options.pop(name) for name in ("num_warps", "num_stages") if name in options}
+    knobs = {name: options.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in options}
     given = dict(zip(kernel.arg_names, args, strict=False)) | options
     signature, constants, hints = {}, {}, {}
     for i, parameter in enumerate(kernel.params):
