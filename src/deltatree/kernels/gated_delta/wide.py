@@ -439,7 +439,7 @@ def launch_wide(
     batch, heads, key_dim, value_dim = state.shape
     nodes, key_heads = q.shape[1:3]
     chained = chaining(state.device)["CHAINED"]
-    sizes = wide_sizes(nodes, value_dim, k.dtype) | {"CHAINED": chained} | launch
+    sizes = wide_sizes(nodes, value_dim, k.dtype) | {"CHAINED": chained, "FOLLOWED": chained} | launch
     blocks, all_heads = triton.cdiv(nodes, sizes["BLOCK_N"]), batch * heads
     copied = pending is not None and sizes["SHARE"] < nodes
     solve, read, carried, committed = _scratch(state, nodes, sizes["BLOCK_N"], copied)
