@@ -140,7 +140,8 @@ def _state_tile(
             tl.store(where_state, s, mask=inside & (length > 0))
 
     if SPLIT:
-        s_high, s_middle, s_low = _split3(s)
+        s_high, less_middle, less_low = _split3(s)
+        less_middle, less_low = -less_middle, -less_low
     for start in range(first, tl.minimum(first + share, N), ROWS):
         rows = start + tl.arange(0, ROWS)
         mn = rows < N
@@ -152,9 +153,9 @@ def _state_tile(
         key_norm = tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6)
         wide = queries.to(tl.float32)
         query_norm = tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6) * scale
-        if SPLIT:  # added up afterwards: three short chains of products instead of a long one
-            found = (tl.dot(keys, s_low) + tl.dot(keys, s_middle)) + tl.dot(keys, s_high)
-            outputs = (tl.dot(queries, s_low) + tl.dot(queries, s_middle)) + tl.dot(queries, s_high)
+        if SPLIT:  # subtracted, not accumulated: three short chains of products instead of a long one
+            found = tl.dot(keys, s_high) - tl.dot(keys, less_middle) - tl.dot(keys, less_low)
+            outputs = tl.dot(queries, s_high) - tl.dot(queries, less_middle) - tl.dot(queries, less_low)
         else:
             found = tl.dot(keys.to(tl.float32), s, input_precision=EXACT)
             outputs = tl.dot(queries.to(tl.float32), s, input_precision=EXACT)
@@ -194,9 +195,9 @@ def _block_pair(
     seen = tl.load(
         ancestors + rows[:, None] * sai + cols[None, :] * saj, mask=mn[:, None] & (cols < N)[None, :], other=0
     )
-    keys = _rows(k, row, N, skn, skk, ok, mk, BLOCK_N)
-    queries = _rows(q, row, N, sqn, sqk, ok, mk, BLOCK_N)
     past = _rows(k, col, N, skn, skk, ok, mk, BLOCK_N)
+    if not SPLIT:
+        past = past.to(tl.float32)
     rows = rows.to(tl.int64)
     gate = tl.load(beta + rows * sbn, mask=mn, other=0.0).to(tl.float32)
     decay_scale = 0.0
@@ -211,25 +212,30 @@ def _block_pair(
     past_coarse, past_fine, _ = _path_sums(
         ancestors, log_decay, col, N, sai, saj, sgn, decay_scale, decay_shift, RAW, BLOCK_N, BLOCK_SUM, ONE_SUM
     )
-    if not SPLIT:
-        keys, queries, past = keys.to(tl.float32), queries.to(tl.float32), past.to(tl.float32)
-    wide = keys.to(tl.float32)
-    key_norm = tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6)
+    wide = past.to(tl.float32)
+    past_norm = tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6)
     if row == col:
         if hv % GROUP == 0:
             normalised = new_k + b * nkb + hk * nkh + rows[:, None] * nkn + ok[None, :] * nkk
-            tl.store(normalised, wide * key_norm[:, None], mask=mn[:, None] & mk[None, :])
+            tl.store(normalised, wide * past_norm[:, None], mask=mn[:, None] & mk[None, :])
         tl.store(new_g + b * ngb + hv * ngh + rows * ngn, coarse + fine, mask=mn)
-    wide = queries.to(tl.float32)
-    query_norm = tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6) * scale
-    wide = past.to(tl.float32)
-    past_norm = tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6)
 
     # Masked before the exponential: off the path the difference may be positive and overflow.
     fade = (coarse[:, None] - past_coarse[None, :]) + (fine[:, None] - past_fine[None, :])
     fade = tl.exp(tl.where(seen != 0, fade, float("-inf"))) * past_norm[None, :]
-    x = -(gate * key_norm)[:, None] * fade * tl.dot(keys, tl.trans(past), input_precision=EXACT)
-    y = query_norm[:, None] * fade * tl.dot(queries, tl.trans(past), input_precision=EXACT)
+    x = tl.zeros([BLOCK_N, BLOCK_N], tl.float32)
+    y = x
+    for side in range(0, 2):  # queries, then keys; a loop, since both at once would not fit in registers
+        y = x
+        left = _rows(
+            tl.where(side == 0, q, k), row, N, tl.where(side == 0, sqn, skn), tl.where(side == 0, sqk, skk), ok, mk,
+            BLOCK_N,
+        )  # fmt: skip
+        if not SPLIT:
+            left = left.to(tl.float32)
+        wide = left.to(tl.float32)
+        norm = tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6) * tl.where(side == 0, scale, -gate)
+        x = norm[:, None] * fade * tl.dot(left, tl.trans(past), input_precision=EXACT)
     slot = head.to(tl.int64) * (num_blocks * (num_blocks + 1) // 2) + row * (row + 1) // 2 + col
     within = slot * BLOCK_N * BLOCK_N + node[:, None] * BLOCK_N + node[None, :]
     tl.store(read + within, y)
