@@ -13,7 +13,7 @@ from triton.compiler import ASTSource  # noqa: E402
 from deltatree.kernels.attention import triton as attention  # noqa: E402
 from deltatree.kernels.commit import triton as commit  # noqa: E402
 from deltatree.kernels.conv import triton as conv  # noqa: E402
-from deltatree.kernels.gated_delta import DeltaStash, PendingCommit  # noqa: E402
+from deltatree.kernels.gated_delta import DeltaStash, PendingCommit, wide  # noqa: E402
 from deltatree.kernels.gated_delta import triton as delta  # noqa: E402
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
@@ -41,7 +41,7 @@ def launches_of(module, name: str, call, monkeypatch) -> list:
 
 def compile_for(capability: int, kernel, args, options):
     options = dict(options)
-    knobs = {name: options.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in options}
+    knobs = {name: options.pop(name) for name in ("num_warps", "num_stages") if name in options}
     given = dict(zip(kernel.arg_names, args, strict=False)) | options
     signature, constants, hints = {}, {}, {}
     for i, parameter in enumerate(kernel.params):
@@ -70,11 +70,12 @@ def all_launches(monkeypatch):
     stash = DeltaStash(empty(1, nodes, 16, 128), empty(1, nodes, heads, 128), empty(1, nodes, heads))
     state = empty(1, heads, 128, 128)
 
-    def recur():
+    def recur(nodes):
         delta.tree_gated_delta(
             state, q=empty(1, nodes, 16, 128, dtype=bf16), k=empty(1, nodes, 16, 128, dtype=bf16),
             v=empty(1, nodes, heads, 128, dtype=bf16), beta=empty(1, nodes, heads), log_decay=empty(1, nodes, heads),
-            ancestors=seen, max_depth=15, pending=PendingCommit(stash, path, length),
+            ancestors=torch.ones(nodes, nodes, dtype=torch.uint8).tril(), max_depth=15,
+            pending=PendingCommit(stash, path, length),
         )  # fmt: skip
 
     window, x = empty(1, 8192, 3, dtype=bf16), empty(1, nodes, 8192, dtype=bf16)
@@ -82,7 +83,8 @@ def all_launches(monkeypatch):
     cache = empty(1, 1, 2, 4096, 256, dtype=bf16)
     q = empty(1, 16, nodes, 256, dtype=bf16)
     return [
-        *launches_of(delta, "_tree_gated_delta_kernel", recur, monkeypatch),
+        *launches_of(delta, "_tree_gated_delta_kernel", lambda: recur(32), monkeypatch),
+        *wide_launches(recur, monkeypatch),
         *launches_of(delta, "_commit_kernel", lambda: delta.commit_gated_delta(state, stash, path, length=length), monkeypatch),
         *launches_of(
             conv, "_tree_conv_kernel",
@@ -95,6 +97,18 @@ def all_launches(monkeypatch):
         ),
         *attention_launches(q, cache[0], seen, length, monkeypatch),
     ]  # fmt: skip
+
+
+def wide_launches(recur, monkeypatch) -> list:
+    """Both launches for trees whose solve is one panel, and for one that takes two."""
+    launches = []
+    for nodes in (64, 160):
+        solve, solved = wide._solve_kernel, Recorder()
+        with monkeypatch.context() as patch:
+            patch.setattr(wide, "_solve_kernel", solved)
+            launches += launches_of(wide, "_prepare_kernel", lambda nodes=nodes: recur(nodes), monkeypatch)
+        launches += [(solve, args, options) for args, options in solved.launches]
+    return launches
 
 
 def attention_launches(q, cache, seen, length, monkeypatch) -> list:
@@ -111,7 +125,7 @@ def attention_launches(q, cache, seen, length, monkeypatch) -> list:
 def test_every_kernel_compiles(capability, monkeypatch):
     monkeypatch.setattr(attention, "_shared_bytes", lambda device: SHARED_BYTES[capability])
     launches = all_launches(monkeypatch)
-    assert len(launches) == 7
+    assert len(launches) == 11
     for kernel, args, options in launches:
         compiled = compile_for(capability, kernel, args, options)
         assert compiled.asm["cubin"]
