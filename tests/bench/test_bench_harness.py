@@ -138,7 +138,7 @@ def test_without_stage_timing_no_proxy_stands_in_the_loop():
             return super().verify(tree, state)
 
     run_bench(table_pair(Watching()), SAMPLES[:1], replace(PLAN, noise_samples=0))
-    assert set(seen) == {"decode_round"}
+    assert set(seen) == {"verify_within_memory"}
 
 
 def test_killed_in_the_middle_and_started_again_loses_nothing_and_repeats_nothing(finished, tmp_path):

@@ -14,7 +14,7 @@ from deltatree import GenerateOptions, Pair, ReferenceTarget
 from deltatree.decode import Conversation
 from deltatree.drafter.dflash import DFlashDrafter, DFlashModel
 from deltatree.drafter.dialects import DFlashConfig
-from deltatree.drafter.scripted import RandomDrafter, RightDrafter
+from deltatree.drafter.scripted import RightDrafter
 
 METHODS = ("ar", "dflash", "ddtree")
 
@@ -112,17 +112,16 @@ def test_after_an_early_close_or_an_error_only_whole_rounds_are_held(pair):
     warm = pair.collect(follow, options(), conversation=held)
     assert warm.reused_length == len(follow) - 2 and warm.token_ids == pair.collect(follow, options()).token_ids
 
-    failing = RandomDrafter(pair.target.vocab_size)
-    script, calls = failing.script, []
+    broken = make_pair()
+    verify, calls = broken.target.verify, []
 
-    def fails(committed, bonus):
+    def fails(tree, state):
         calls.append(1)
         if len(calls) == 3:
             raise RuntimeError("midway")
-        return script(committed, bonus)
+        return verify(tree, state)
 
-    failing.script = fails
-    broken = make_pair(failing)
+    broken.target.verify = fails
     with pytest.raises(RuntimeError):
         broken.collect(prompt, options(), conversation=held)
     assert held.token_ids == []
