@@ -36,7 +36,7 @@ from deltatree.tree import chain_tree
 MIB = 1 << 20
 SETTLING = 0.25  # of the time, before memory is judged
 GROWTH_BYTES = {"cuda": 16 * MIB, "cpu": 96 * MIB}  # of the middle of the last quarter over that of the one before it
-CHECK_EVERY = 40  # requests between two looks at the conversation's state
+CHECK_EVERY = 15  # requests between two looks at the conversation's state
 DRIFT = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.02}  # relative, of the next token's logits
 
 
@@ -275,4 +275,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    sys.path.pop(0)  # Transformers would take kernels.py beside this file for the package of that name
     sys.exit(main())
