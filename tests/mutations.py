@@ -52,8 +52,8 @@ MUTATIONS = [
     Mutation(
         "a child costs nothing beyond its parent",
         "tree/policies.py",
-        "heapq.heappush(heap, (negative - value[depth][0], (*ranks, 0), node))",
-        "heapq.heappush(heap, (negative, (*ranks, 0), node))",
+        "heapq.heappush(heap, (-_float32(scores[node] + value[depth][0]), (*ranks, 0), node))",
+        "heapq.heappush(heap, (-scores[node], (*ranks, 0), node))",
         "tree/test_policies.py::test_best_first_is_the_best_set_of_prefixes",
     ),
     Mutation(

@@ -18,7 +18,7 @@ from deltatree.decode import Conversation, Ending, Sampler, decode
 from deltatree.drafter import RightDrafter, ScriptedDrafter, WrongDrafter
 from deltatree.drafter.scripted import one_hot_log_probs
 from deltatree.errors import CheckpointError
-from deltatree.models import ReferenceTarget
+from deltatree.models import FastTarget, ReferenceTarget
 from deltatree.tree import best_first
 
 PROMPT = [5, 6, 7, 8, 9, 10, 3]
@@ -151,6 +151,23 @@ def test_B19_a_tree_that_does_not_fit_into_memory_leaves_plain_decoding(hybrid, 
     assert len(caught) == 1 and tokens_of(rounds) == truth
     assert [r.num_nodes > 1 for r in rounds[1:4]] == [True, True, False] and {r.num_nodes for r in rounds[3:]} == {1}
     assert tokens_of(rounds_of(target, RightDrafter(PROMPT + truth, VOCAB))) == truth
+
+
+def test_B19_the_fast_target_goes_on_plainly_too(hybrid, truth):
+    target = FastTarget(ReferenceTarget(hybrid), context_length=128, buckets=(1, 9))
+    step, wide = target.step, []
+
+    def fails(buffers, nodes, depth):
+        step(buffers, nodes, depth)  # all scratch is written, and then there is no memory for the answer
+        if len(nodes.token_ids) > 1:
+            wide.append(1)
+            if len(wide) > 2:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    target.step = fails
+    with pytest.warns(RuntimeWarning, match="a tree of 9 nodes does not fit into memory"):
+        rounds = list(rounds_of(target, RightDrafter(PROMPT + truth, VOCAB)))
+    assert tokens_of(rounds) == truth and {r.num_nodes for r in rounds[3:]} == {1}
 
 
 def test_no_memory_even_for_the_root_is_the_error_itself(hybrid, truth):

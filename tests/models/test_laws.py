@@ -12,14 +12,14 @@ from tiny import VOCAB, assert_same_state, committed, one_by_one, plain_greedy, 
 
 from deltatree.decode import Ending, Sampler, decode
 from deltatree.drafter import ScriptedDrafter
-from deltatree.models import ReferenceTarget, reference
+from deltatree.models import reference
 from deltatree.tree import DraftTree, best_first, chain, path_to
 
 MODELS = ("qwen3_5_moe_text", "qwen3_moe")
 COUNT = 20
 
 law = settings(
-    max_examples=20,
+    max_examples=12,
     deadline=None,
     derandomize=True,
     database=None,
@@ -54,12 +54,12 @@ def architecture(request):
 
 @law
 @given(data=st.data())
-def test_any_path_of_any_tree_after_any_prompt_in_any_chunks(architecture, data, monkeypatch):
+def test_any_path_of_any_tree_after_any_prompt_in_any_chunks(target_of, architecture, data, monkeypatch):
     prompt = data.draw(st.lists(tokens, min_size=1, max_size=20), label="prompt")
     trees_drawn = data.draw(st.lists(trees(), min_size=1, max_size=2), label="trees")
     monkeypatch.setattr(reference, "PREFILL_CHUNK", data.draw(st.integers(1, 21), label="chunk"))
     split = data.draw(st.integers(0, len(prompt) - 1), label="split")
-    target = ReferenceTarget(model_of(architecture), taps=(0, 2, 4))
+    target = target_of(model_of(architecture), taps=(0, 2, 4))
     state, text, features = target.new_state(), list(prompt), []
     for part in (prompt[:split], prompt[split:]):
         if part:
@@ -96,7 +96,7 @@ def test_any_path_of_any_tree_after_any_prompt_in_any_chunks(architecture, data,
     chunk=st.integers(1, 18),
 )
 def test_any_drafter_under_any_policy_gives_the_same_tokens_and_the_same_state(
-    architecture, prompt, seed, rightness, depth, budget, policy, cap, chunk, monkeypatch
+    target_of, architecture, prompt, seed, rightness, depth, budget, policy, cap, chunk, monkeypatch
 ):
     """The drafter knows each place of the text with some probability, and draws noise elsewhere."""
     monkeypatch.setattr(reference, "PREFILL_CHUNK", chunk)
@@ -123,7 +123,7 @@ def test_any_drafter_under_any_policy_gives_the_same_tokens_and_the_same_state(
                 depths.append(depths[parent] + 1)
         return DraftTree.from_parents(ids, parents)
 
-    target, states = ReferenceTarget(model_of(architecture)), []
+    target, states = target_of(model_of(architecture)), []
     new_state = target.new_state
     target.new_state = lambda: states.append(new_state()) or states[-1]
     build_tree = {"chain": chain, "best-first": best_first, "anything": anything}[policy]

@@ -17,8 +17,8 @@ PROMPT = [5, 6, 7, 8, 9, 10, 3]
 
 
 @pytest.fixture
-def ready(hybrid):
-    target = ReferenceTarget(hybrid)
+def ready(target_of, hybrid):
+    target = target_of(hybrid)
     state = target.new_state()
     target.prefill([1, 2, 3], state)
     return target, state
@@ -45,12 +45,12 @@ def test_a_commit_needs_a_verify_and_uses_it_up(ready):
 
 
 @pytest.mark.parametrize("accepted", [7, 3, 0])
-def test_B01_rejected_drafts_leave_no_trace(hybrid, accepted):
+def test_B01_rejected_drafts_leave_no_trace(target_of, hybrid, accepted):
     """Accept all, some, none of every block; the rest of it is token 7 in one run and token 90 in the other."""
     text = PROMPT + plain_greedy(hybrid, PROMPT, 25)
     logits, _ = one_by_one(hybrid, text)
     for rejected in (7, 90):
-        target, states = ReferenceTarget(hybrid), []
+        target, states = target_of(hybrid), []
         new_state = target.new_state
         target.new_state = lambda new=new_state, kept=states: kept.append(new()) or kept[-1]
 
@@ -68,8 +68,8 @@ def test_B01_rejected_drafts_leave_no_trace(hybrid, accepted):
 
 
 @pytest.mark.parametrize("accepted", range(5))
-def test_B02_the_convolution_window_after_any_number_of_accepted_drafts(hybrid, accepted):
-    target = ReferenceTarget(hybrid)
+def test_B02_the_convolution_window_after_any_number_of_accepted_drafts(target_of, hybrid, accepted):
+    target = target_of(hybrid)
     state, drafted = target.new_state(), [11, 12, 13, 14]
     target.prefill(PROMPT, state)
     block = [4, *drafted[:accepted], *[99] * (7 - accepted)]  # a block of 8 with its root
@@ -85,8 +85,8 @@ def test_B02_the_convolution_window_after_any_number_of_accepted_drafts(hybrid, 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4])
 @pytest.mark.parametrize("budget", [1, 8])
-def test_B04_prompts_shorter_than_the_kernel(hybrid, length, budget):
-    target, prompt = ReferenceTarget(hybrid), PROMPT[:length]
+def test_B04_prompts_shorter_than_the_kernel(target_of, hybrid, length, budget):
+    target, prompt = target_of(hybrid), PROMPT[:length]
     state = target.new_state()
     target.prefill(prompt, state)
     for layer in state.layers:
@@ -151,11 +151,11 @@ BUSHY = DraftTree.from_parents(ROOTED, [-1, 0, 0, 0, 3, 2, 5, 1, 0, 4])
 
 @pytest.mark.parametrize("path", [[0, 2, 5], [0, 1], [0], [0, 3, 4, 9], "all"])
 @pytest.mark.parametrize("name", ["hybrid", "attention_moe"])
-def test_B15_only_the_accepted_nodes_stay_wherever_they_stood(request, name, path):
+def test_B15_only_the_accepted_nodes_stay_wherever_they_stood(target_of, request, name, path):
     model = request.getfixturevalue(name)
     tree = chain_tree(ROOTED) if path == "all" else BUSHY
     path = list(range(10)) if path == "all" else path
-    target = ReferenceTarget(model)
+    target = target_of(model)
     state = target.new_state()
     target.prefill(PROMPT, state)
     bonus = int(target.verify(tree, state).logits[path[-1]].argmax())

@@ -9,7 +9,7 @@ from deltatree.decode import Sampler, decode_round
 from deltatree.decode.round import Round
 from deltatree.drafter import NoDrafter
 from deltatree.errors import ArchitectureError, TreeError
-from deltatree.models import ReferenceTarget
+from deltatree.models import FastTarget, ReferenceTarget
 from deltatree.tree import DraftTree, chain_tree, path_to
 
 PROMPT = [21, 22, 23, 24, 25]
@@ -45,9 +45,9 @@ def assert_every_node_is_full(model, tree, logits, prompt=PROMPT):
         torch.testing.assert_close(logits[node], full_logits(model, prompt + path)[-1], atol=1e-4, rtol=1e-4)
 
 
-def test_B10_a_second_child_starts_from_its_parent_not_from_its_sibling(model):
+def test_B10_a_second_child_starts_from_its_parent_not_from_its_sibling(target_of, model):
     tree = DraftTree.from_parents([4, 5, 6, 7, 8, 9, 10], [-1, 0, 0, 1, 2, 1, 5])
-    assert_every_node_is_full(model, tree, verified(ReferenceTarget(model), tree))
+    assert_every_node_is_full(model, tree, verified(target_of(model), tree))
     for parents in ([-1, 0, 3, 1], [-1, 0, 2, 1], [-1, 0, 7, 1]):  # after its child, of itself, out of range
         with pytest.raises(TreeError):
             DraftTree.from_parents([4, 5, 6, 7], parents)
@@ -58,15 +58,15 @@ LAST_LEAF = DraftTree.from_parents([4, 5, 6, 7, 8, 9], [-1, 0, 1, 0, 3, 4])
 
 
 @pytest.mark.parametrize("tree", [STAR, LAST_LEAF], ids=["star", "last leaf"])
-def test_B12_a_nodes_position_is_its_depth_not_its_row(model, tree):
+def test_B12_a_nodes_position_is_its_depth_not_its_row(target_of, model, tree):
+    assert_every_node_is_full(model, tree, verified(target_of(model), tree))
     target, positions = ReferenceTarget(model), []
     watch = lambda module, args, kwargs: positions.append([*args, *kwargs.values()][1])  # noqa: E731
     hook = target.text.rotary_emb.register_forward_pre_hook(watch, with_kwargs=True)
-    logits = verified(target, tree)
+    verified(target, tree)
     hook.remove()
     expected = len(PROMPT) + tree.depths
     assert all(torch.equal(axis.flatten(), expected) for axis in positions[-1].view(-1, len(tree)))
-    assert_every_node_is_full(model, tree, logits)
 
 
 @pytest.mark.parametrize("name", ["flash_attention_2", "flash_attention_3", "flex_attention", "paged|sdpa"])
@@ -125,9 +125,27 @@ def test_B14_masks_of_changing_size_leave_no_stale_rows_and_no_nan(name, dtype):
             assert float((logits[node] - alone).norm() / alone.norm()) < (1e-5 if dtype == torch.float32 else 0.1)
 
 
-def test_B16_the_drafter_gets_the_rows_of_the_accepted_nodes(hybrid):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_B14_buckets_padded_to_any_width_leave_no_stale_rows_and_no_nan(dtype):
+    """The fast target pads its trees: 9 nodes to 16 and to 32, 3 to 16, and 9 again over what they left."""
+    model = tiny_model("qwen3_moe").to(dtype)
+    nine = DraftTree.from_parents([4, 5, 6, 7, 8, 9, 10, 11, 12], [-1, 0, 0, 1, 2, 2, 1, 6, 7])
+    three = DraftTree.from_parents([4, 30, 31], [-1, 0, 0])
+    for width in (16, 32):
+        target = FastTarget(ReferenceTarget(model), context_length=64, buckets=(width,))
+        state = target.new_state()
+        target.prefill(PROMPT, state)
+        rounds = [target.verify(tree, state).logits for tree in (nine, three, nine)]
+        assert torch.equal(rounds[0], rounds[2]) and all(logits.isfinite().all() for logits in rounds)
+        assert state.buffers.logits.isfinite().all()  # of the padding, too
+        if dtype == torch.float32:
+            for tree, logits in zip((nine, three), rounds, strict=False):
+                assert_every_node_is_full(model, tree, logits)
+
+
+def test_B16_the_drafter_gets_the_rows_of_the_accepted_nodes(target_of, hybrid):
     taps = (1, 4, 8)
-    target = ReferenceTarget(hybrid, taps)
+    target = target_of(hybrid, taps)
     truth = plain_greedy(hybrid, PROMPT, 4)
     wrong = [(token + 1) % VOCAB for token in truth]
     tree = DraftTree.from_parents([truth[0], wrong[1], truth[1], wrong[2], 7, truth[2]], [-1, 0, 0, 1, 1, 2])
@@ -152,13 +170,13 @@ def test_B16_the_drafter_gets_the_rows_of_the_accepted_nodes(hybrid):
     torch.testing.assert_close(torch.cat([features, done.features]), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_B49_text_has_one_position_on_all_three_axes():
+def test_B49_text_has_one_position_on_all_three_axes(target_of):
     wrapper = wrapped_model()
+    assert_every_node_is_full(wrapper, LAST_LEAF, verified(target_of(wrapper), LAST_LEAF))
     target, positions = ReferenceTarget(wrapper), []
     watch = lambda module, args, kwargs: positions.append([*args, *kwargs.values()][1])  # noqa: E731
     hook = target.text.rotary_emb.register_forward_pre_hook(watch, with_kwargs=True)
-    logits = verified(target, LAST_LEAF)
+    verified(target, LAST_LEAF)
     hook.remove()
     assert positions[-1].shape == (3, 1, len(LAST_LEAF))  # three axes of N positions, not 3 N of them
     assert (positions[-1] == len(PROMPT) + LAST_LEAF.depths).all()
-    assert_every_node_is_full(wrapper, LAST_LEAF, logits)

@@ -10,6 +10,8 @@ from typing import Annotated
 import typer
 
 from deltatree.cli.common import (
+    BackendOption,
+    ContextOption,
     DeviceOption,
     DrafterOption,
     DtypeOption,
@@ -42,6 +44,8 @@ def generate(
     ] = False,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
+    backend: BackendOption = None,
+    context_length: ContextOption = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")] = False,
 ) -> None:
     """Answer one prompt; the text streams to stdout, a line of figures follows on stderr."""
@@ -58,7 +62,7 @@ def generate(
         ignore_eos=ignore_eos,
     )
     text = read_prompt(prompt, prompt_file)
-    pair = load_pair(target, drafter, device, dtype)
+    pair = load_pair(target, drafter, device, dtype, backend, context_length)
     prompt_ids = pair.encode(text, raw=raw)
     if json:
         print(jsonlib.dumps(pair.collect(prompt_ids, options).as_dict(), ensure_ascii=False))

@@ -8,7 +8,16 @@ from typing import Annotated
 
 import typer
 
-from deltatree.cli.common import DeviceOption, DrafterOption, DtypeOption, TargetOption, load_pair, parse_budget
+from deltatree.cli.common import (
+    BackendOption,
+    ContextOption,
+    DeviceOption,
+    DrafterOption,
+    DtypeOption,
+    TargetOption,
+    load_pair,
+    parse_budget,
+)
 from deltatree.decode.options import DEFAULT_BUDGET, METHODS, TREES, GenerateOptions
 from deltatree.errors import OptionError
 from deltatree.files import SHIPPED
@@ -35,6 +44,8 @@ def serve(
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write prompts to the log.")] = False,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
+    backend: BackendOption = None,
+    context_length: ContextOption = None,
 ) -> None:
     """Serve /v1/chat/completions, /v1/completions and /v1/models, with /health and /metrics beside them."""
     from deltatree.serve.options import ServeOptions
@@ -64,7 +75,7 @@ def serve(
     if host not in ("127.0.0.1", "::1", "localhost") and api_key is None:
         print(f"warning: {host} may be open to others, and no --api-key is set", file=sys.stderr)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(message)s")
-    app = create_app(load_pair(target, drafter, device, dtype), config)
+    app = create_app(load_pair(target, drafter, device, dtype, backend, context_length), config)
     server = uvicorn.Server(
         uvicorn.Config(
             app,
