@@ -251,11 +251,13 @@ def main() -> int:
     parser.add_argument("--target", default="shipped")
     parser.add_argument("--drafter")
     parser.add_argument("--device")
+    parser.add_argument("--backend", help="fast or reference; by default as the device wants it")
     parser.add_argument("--dtype", help="float32 by default, in which texts must be identical")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="folder for requests.jsonl and verdict.json")
     asked = parser.parse_args()
-    pair = deltatree.load(asked.target, asked.drafter, device=asked.device, dtype=asked.dtype or "float32")
+    how = dict(device=asked.device, dtype=asked.dtype or "float32", backend=asked.backend)
+    pair = deltatree.load(asked.target, asked.drafter, **how)
     if asked.out:
         asked.out.mkdir(parents=True, exist_ok=True)
     with open(asked.out / "requests.jsonl" if asked.out else "/dev/null", "w", encoding="utf-8") as file:
@@ -263,6 +265,7 @@ def main() -> int:
     verdict |= {
         "command": f"python benchmarks/soak.py {' '.join(sys.argv[1:])}",
         "target": asked.target,
+        "backend": type(pair.target).__name__,
         "dtype": str(pair.target.dtype).removeprefix("torch."),
         **describe_machine(pair.target.device),
         "versions": describe_versions(),

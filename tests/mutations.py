@@ -276,6 +276,20 @@ MUTATIONS = [
         "positions = torch.arange(self.length + 1, self.length + 1 + config.block_size, device=features.device)",
         "drafter/test_dflash.py::test_it_computes_what_transformers_own_drafter_computes",
     ),
+    Mutation(
+        "borrowed buffers keep the last generation's recurrent state",
+        "state/static.py",
+        "for tensor in (self.matrices, self.windows, self.length, self.steps):",
+        "for tensor in (self.windows, self.length, self.steps):",
+        "models/test_fast.py::test_B56_buckets_change_from_round_to_round_and_padding_writes_nothing_real",
+    ),
+    Mutation(
+        "the fast target's convolution takes rows of a chain, whatever the tree is",
+        "state/static.py",
+        "conv_rows(tree.parents, kernel).T",
+        "conv_rows(torch.arange(-1, num_nodes - 1), kernel).T",
+        "models/test_tree_forward.py::test_B10_a_second_child_starts_from_its_parent_not_from_its_sibling",
+    ),
 ]
 
 
