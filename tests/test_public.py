@@ -53,3 +53,16 @@ def test_imports_point_one_way():
                     assert other in may.get(room, {other}), (file, node.module)
                     if room == "decode":
                         assert not node.module.startswith(("deltatree.kernels", "deltatree.models.reference")), file
+
+
+def test_B58_no_attention_package_is_needed():
+    """Neither flash-attention nor flash-linear-attention is imported anywhere, so a chip without them misses nothing."""
+    for file in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            assert not any(name.split(".")[0] in {"flash_attn", "fla", "xformers"} for name in names), file
+    code = (
+        "import sys; sys.modules['flash_attn'] = sys.modules['fla'] = None; import deltatree.models, deltatree.verify"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

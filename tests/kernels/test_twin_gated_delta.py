@@ -104,7 +104,7 @@ def test_nor_does_one_that_crosses_many_blocks(nodes):
 
 
 @pytest.mark.parametrize("heads", [(2, 6), (4, 4), (1, 2), pytest.param((16, 48), marks=pytest.mark.gpu)])
-def test_head_ratios(heads):
+def test_B37_head_ratios(heads):
     assert_same(delta_case(make_tree("spine", 20, 1), heads=heads))
 
 
@@ -148,7 +148,7 @@ def test_a_batch_keeps_its_members_apart():
         assert agrees(out[b : b + 1], expected_of(alone)[0])
 
 
-def test_slices_of_one_wide_projection():
+def test_B37_slices_of_one_wide_projection():
     """Inputs that are views with a larger row stride, in a state that is a slice of a pool."""
     case = delta_case(make_tree("bushy", 13, 5), heads=(2, 6))
     wide = torch.full((1, 13, 4 * 64 + 6 * 16 * 2), float("nan"), device=DEVICE)
