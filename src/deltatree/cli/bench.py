@@ -30,7 +30,9 @@ def bench(
     drafter: DrafterOption = None,
     samples: Annotated[int, typer.Option(help="Samples of each data set.")] = 20,
     max_new_tokens: Annotated[int, typer.Option(help="Never a token more, in every turn.")] = 512,
-    budgets: Annotated[str, typer.Option(help="Drafted nodes a round, one ddtree arm each.")] = "16,64",
+    budgets: Annotated[
+        str, typer.Option(help="Drafted nodes a round, one ddtree arm each; auto decides it every round.")
+    ] = "16,64,auto",
     methods: Annotated[str, typer.Option(help="What to compare; ar always runs as the baseline.")] = ",".join(METHODS),
     tree: Annotated[str, typer.Option(help=f"Tree policy of ddtree: {', '.join(TREES)}.")] = "best-first",
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
