@@ -91,13 +91,24 @@ def bench(
 
 
 def chart(
-    runs: Annotated[list[Path], typer.Argument(help="Folders of bench runs, shown side by side.")],
+    runs: Annotated[list[Path] | None, typer.Argument(help="Folders of bench runs, shown side by side.")] = None,
     out: Annotated[Path, typer.Option(help="The picture: .png, .svg or .pdf.")] = Path("chart.png"),
+    trace: Annotated[
+        Path | None, typer.Option(help="Draw a generation instead: the FILE of deltatree generate --trace.")
+    ] = None,
+    round_number: Annotated[
+        int | None, typer.Option("--round", help="Whose tree to show. [default: the one that accepted most]")
+    ] = None,
 ) -> None:
-    """Draw one or more bench runs: speedup, acceptance length, stage shares."""
-    from deltatree.chart import draw_chart
+    """Draw bench runs (speedup, acceptance length, stage shares), or one generation's trace (a tree, budgets)."""
+    from deltatree.chart import draw_chart, draw_trace
+    from deltatree.errors import OptionError
 
-    for file in draw_chart(runs, out):
+    if trace is None and round_number is not None:
+        raise OptionError("--round chooses a round of a trace; name its file with --trace")
+    if trace is not None and runs:
+        raise OptionError("draw either bench runs or a trace; leave one of them out")
+    for file in draw_chart(runs or [], out) if trace is None else draw_trace(trace, out, round_number):
         print(file)
 
 
