@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from deltatree.decode.options import AUTO, GenerateOptions
-from deltatree.errors import OptionError
+from deltatree.errors import ArchitectureError, OptionError
 from deltatree.files import SHIPPED
 
 if TYPE_CHECKING:
@@ -20,9 +21,14 @@ if TYPE_CHECKING:
     from deltatree.decode.auto import Experience
     from deltatree.decode.round import Round
     from deltatree.decode.trace import Trace
+    from deltatree.drafter.dflash import DFlashDrafter
     from deltatree.drafter.protocol import Drafter
     from deltatree.models.protocol import Target
+    from deltatree.models.reference import ReferenceTarget
     from deltatree.text import Prompt, TextStream
+
+
+BACKENDS = ("fast", "reference")
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +142,12 @@ class Pair:
         drafter, build_tree, budget = plan(options, self.drafter, vocab_size, experience)
         if trace is not None:
             build_tree = trace.follow(build_tree)
+        most = max(getattr(self.target, "node_buckets", (budget + 1,)))
+        if budget + 1 > most:
+            raise OptionError(
+                f"budget={budget} needs {budget + 1} nodes, captured for {most}; pass budget<={most - 1}, "
+                "or load with backend='reference'"
+            )
         stop_ids = (frozenset() if options.ignore_eos else self.stop_ids) | frozenset(options.stop_token_ids)
         bad_words = self._bad_words(options)
         for token in [*(options.logit_bias or ()), *options.stop_token_ids, *(t for word in bad_words for t in word)]:
@@ -317,12 +329,17 @@ def load(
     *,
     device: str | None = None,
     dtype: str | torch.dtype | None = None,
+    backend: str | None = None,
+    context_length: int | None = None,
 ) -> Pair:
     """Load a target and its drafter.
 
     target, drafter: hub ids or folders; "shipped" is the small pair inside this package, whose drafter comes by itself.
         Without a drafter only plain decoding (`method="ar"`) is possible.
     device: a torch device, by default a GPU if there is one    dtype: by default bfloat16 on a GPU, float32 on a CPU
+    backend: "fast" (captured graphs and fused kernels, the default on a GPU), or "reference" (the Transformers model, the
+        default elsewhere and wherever the fast one does not cover a model, which a warning then says)
+    context_length: tokens of prompt and answer that the fast backend keeps room for, by default 32,768 or the model's own
     Configs are judged before weights are read. Raises CheckpointError, ArchitectureError, MismatchError, OptionError.
     """
     from deltatree.drafter.dialects import check_pair, read_drafter_config
@@ -330,6 +347,7 @@ def load(
 
     if target == SHIPPED and drafter is None:
         drafter = SHIPPED
+    names = (target, drafter)
     target_config = read_target_config(target)
     drafter_config = None
     if drafter is not None:
@@ -342,17 +360,21 @@ def load(
     from deltatree.models.checkpoint import load_target
     from deltatree.text import end_tokens, load_tokenizer
 
+    check_backend(backend, context_length)
     device, torch_dtype = place(device, dtype)
     taps = drafter_config.taps if drafter_config else ()
     tokenizer = load_tokenizer(target_config.folder)
     loaded = load_target(target_config, taps=taps, device=device, dtype=torch_dtype)
     generation = loaded.model.generation_config or GenerationConfig()
+    target, draft = choose_backend(
+        loaded, load_drafter(drafter_config, loaded) if drafter_config else None, backend, context_length
+    )
     return Pair(
-        loaded,
+        target,
         tokenizer,
-        load_drafter(drafter_config, loaded) if drafter_config else None,
+        draft,
         end_tokens(tokenizer, loaded.config, loaded.model.config, generation),
-        (target, drafter),
+        names,
     )
 
 
@@ -376,3 +398,36 @@ def place(device: str | None, dtype: str | torch.dtype | None) -> tuple[str, tor
             raise OptionError(f"dtype {dtype!r} is not known; possible are {', '.join(named)}")
         dtype = named[dtype]
     return device, dtype
+
+
+def check_backend(backend: str | None, context_length: int | None) -> None:
+    """Raises OptionError before anything loads."""
+    if backend not in (None, *BACKENDS):
+        raise OptionError(f"backend {backend!r} is not known; possible are {', '.join(BACKENDS)}")
+    whole = isinstance(context_length, int) and not isinstance(context_length, bool) and context_length >= 2
+    if context_length is not None and not whole:
+        raise OptionError(f"context_length={context_length!r} is not possible; give a whole number of tokens from 2 on")
+
+
+def choose_backend(
+    reference: ReferenceTarget, drafter: DFlashDrafter | None, backend: str | None, context_length: int | None
+) -> tuple[Target, Drafter | None]:
+    """The fast target and drafter where they are wanted and cover the model, else the ones given, with a warning.
+
+    Raises ArchitectureError if the fast backend was named and does not cover the target.
+    """
+    from deltatree.drafter import FastDFlashDrafter
+    from deltatree.models import FastTarget
+
+    if backend == "reference" or (backend is None and reference.device.type != "cuda"):
+        return reference, drafter
+    try:
+        target = FastTarget(reference, context_length=context_length)
+    except ArchitectureError as error:
+        if backend is not None:
+            raise
+        warnings.warn(f"the reference backend runs, because {error}", RuntimeWarning, stacklevel=3)
+        return reference, drafter
+    if drafter is not None and FastDFlashDrafter.covers(drafter):
+        return target, FastDFlashDrafter(drafter, context_length=target.context_length)
+    return target, drafter

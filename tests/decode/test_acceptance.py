@@ -18,7 +18,7 @@ class Student:
 
     def __call__(self, log_probs, *, root, budget):
         tree, scores = best_first_scored(log_probs, root=root, budget=budget)
-        self.drafts = Drafts.of(tree, scores.numpy())
+        self.drafts = Drafts.of(tree.parents, tree.depths, scores)
         return tree
 
     def observe(self, tree, accepted, logits):
@@ -69,16 +69,17 @@ def test_a_change_of_subject_is_noticed_within_forty_rounds():
 
 def test_kinds_say_where_a_node_stands():
     #      root ── a(spine) ── b(spine), c(beside)     a's sibling d(beside) ── e(below), f(below, beside)
-    parents = np.array([-1, 0, 1, 1, 0, 4, 4])
-    drafts = Drafts.of(_tree(parents), np.array([0.0, -0.1, -0.2, -2.0, -3.0, -3.1, -5.0]))
+    depths, scores = [0, 1, 2, 2, 1, 2, 2], [0.0, -0.1, -0.2, -2.0, -3.0, -3.1, -5.0]
+    drafts = Drafts.of([-1, 0, 1, 1, 0, 4, 4], depths, scores)
     assert drafts.kinds[1:].tolist() == [SPINE, SPINE, BESIDE, BESIDE, BELOW, BELOW_BESIDE]
-    assert drafts.depths.tolist() == [0, 1, 2, 2, 1, 2, 2]
+    assert drafts.spine().logits[1:] == pytest.approx(drafts.logits[[1, 2]]) and len(drafts.spine()) == 3
+    assert drafts.cut(3).kinds.tolist() == drafts.kinds[:3].tolist()
 
 
 def test_at_first_the_drafter_is_believed_and_paths_multiply():
     log_probs = torch.randn(4, 9, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
     tree, scores = best_first_scored(log_probs, root=0, budget=30)
-    chances = AcceptanceModel().of_paths(Drafts.of(tree, scores.numpy()))
+    chances = AcceptanceModel().of_paths(Drafts.of(tree.parents, tree.depths, scores))
     assert chances == pytest.approx(scores.exp().numpy(), rel=1e-6)
     spine = log_probs.max(-1)[0].double().numpy()
     assert AcceptanceModel().of_paths(Drafts.chain(spine))[1:] == pytest.approx(np.exp(spine.cumsum()), rel=1e-6)
@@ -94,9 +95,3 @@ def test_scores_are_those_of_the_prefixes_and_a_smaller_tree_is_the_beginning_of
     torch.testing.assert_close(scores_of(tree, log_probs), scores)
     smaller, _ = best_first_scored(log_probs, root=2, budget=9)
     assert torch.equal(smaller.token_ids, tree.token_ids[:10]) and torch.equal(smaller.parents, tree.parents[:10])
-
-
-def _tree(parents):
-    from deltatree.tree import DraftTree
-
-    return DraftTree.from_parents(list(range(len(parents))), parents.tolist())

@@ -171,3 +171,39 @@ def added_cousin(seen: Tensor) -> Tensor:
     seen = seen.clone()
     seen[7, 4] = True
     return seen
+
+
+def draft_case(seed: int, max_budget: int = 256) -> tuple[Tensor, int]:
+    """Log-probabilities [D, vocab] of a block of 4 to 16 and a budget; two of three have many equal values."""
+    generator = torch.Generator().manual_seed(seed)
+    uniform = torch.rand(4, generator=generator).tolist()
+    depths, vocab = 3 + int(13 * uniform[0]), 2 + int(300 * uniform[1])
+    budget = max_budget if seed % 50 == 0 else round(max_budget ** uniform[2])
+    log_probs = (torch.randn(depths, vocab, generator=generator) * (0.3 + 4 * uniform[3])).log_softmax(-1)
+    if seed % 3 == 1:
+        log_probs = (4 * log_probs).round() / 4
+    if seed % 3 == 2:
+        log_probs = log_probs.round().clamp(min=-4)
+    return log_probs, budget
+
+
+def is_tree(built, tree) -> bool:
+    """Whether `TreeBuffers` hold this `DraftTree`, every relation of it, and harmless padding."""
+    from deltatree.kernels.conv import conv_rows
+    from deltatree.tree import ancestors
+
+    count, parents = len(tree), built.parents.cpu()
+    seen = torch.eye(len(parents), dtype=torch.uint8)
+    seen[:count, :count] = ancestors(tree).to(torch.uint8)
+    return (
+        int(built.num_nodes) == count
+        and all(
+            torch.equal(x[:count].cpu(), y) and not bool(x[count:].any())
+            for x, y in (
+                (built.token_ids, tree.token_ids), (built.parents, tree.parents), (built.depths, tree.depths),
+            )
+        )
+        and bool((built.scores[count:] == -torch.inf).all())
+        and torch.equal(built.ancestors.cpu(), seen)
+        and torch.equal(built.rows.cpu(), conv_rows(parents, built.rows.shape[1]))
+    )  # fmt: skip

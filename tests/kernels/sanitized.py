@@ -8,9 +8,12 @@ import torch
 from kernel_cases import agrees, ancestors_of, delta_case, make_tree, path_to
 
 from deltatree.kernels.attention import tree_attention
+from deltatree.kernels.candidates import top_candidates
 from deltatree.kernels.commit import commit_rows
 from deltatree.kernels.conv import commit_window, conv_rows, tree_conv
 from deltatree.kernels.gated_delta import PendingCommit, commit_gated_delta, tree_gated_delta
+from deltatree.kernels.tree_build import build_tree
+from deltatree.kernels.walk import walk
 
 for nodes, max_depth, dtype, dims in (
     (20, None, torch.float32, (16, 16)),
@@ -38,5 +41,8 @@ for dtype in (torch.float32, torch.bfloat16):
     q = torch.randn(1, 8, 20, 64, device="cuda", dtype=dtype)
     tree_attention(q, keys[0], values[0], ancestors=seen, length=torch.tensor([300], device="cuda"))
     commit_rows(keys, values, path, committed=300)
+values, ids = top_candidates(torch.randn(15, 5000, device="cuda").round(), 64)
+built = build_tree(values, ids, torch.tensor([9], device="cuda"), budget=64)
+walk(built.token_ids, built.parents, built.token_ids.roll(-1), num_nodes=built.num_nodes, max_depth=15)
 torch.cuda.synchronize()
 print("done")

@@ -11,10 +11,16 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from deltatree.kernels.attention import triton as attention  # noqa: E402
+from deltatree.kernels.candidates import triton as candidates  # noqa: E402
 from deltatree.kernels.commit import triton as commit  # noqa: E402
 from deltatree.kernels.conv import triton as conv  # noqa: E402
+from deltatree.kernels.experts import Routing  # noqa: E402
+from deltatree.kernels.experts import triton as experts  # noqa: E402
 from deltatree.kernels.gated_delta import DeltaStash, PendingCommit  # noqa: E402
 from deltatree.kernels.gated_delta import triton as delta  # noqa: E402
+from deltatree.kernels.linear import triton as linear  # noqa: E402
+from deltatree.kernels.tree_build import triton as tree_build  # noqa: E402
+from deltatree.kernels.walk import triton as walk  # noqa: E402
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 SHARED_BYTES = {80: 166912, 89: 101376, 90: 232448, 100: 232448, 120: 101376, 121: 101376}  # a block may have
@@ -41,7 +47,7 @@ def launches_of(module, name: str, call, monkeypatch) -> list:
 
 def compile_for(capability: int, kernel, args, options):
     options = dict(options)
-    knobs = {name: options.pop(name) for name in ("num_warps", "num_stages") if name in options}
+    knobs = {name: options.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in options}
     given = dict(zip(kernel.arg_names, args, strict=False)) | options
     signature, constants, hints = {}, {}, {}
     for i, parameter in enumerate(kernel.params):
@@ -97,6 +103,27 @@ def all_launches(monkeypatch):
     ]  # fmt: skip
 
 
+def round_launches(dtype, monkeypatch) -> list:
+    """Candidates, tree and walk of one round: 15 depths, the published vocabulary, 256 nodes."""
+    logits = torch.empty(15, 248320, dtype=dtype)
+    values, ids = torch.empty(15, 256), torch.zeros(15, 256, dtype=torch.int64)
+    nodes, count = torch.zeros(257, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
+    calls = [
+        (candidates, ("_groups_kernel", "_select_kernel"), lambda: candidates.top_candidates(logits, 256)),
+        (tree_build, ("_grow_kernel", "_relate_kernel"), lambda: tree_build.build_tree(values, ids, nodes, budget=256)),
+        (walk, ("_walk_kernel",), lambda: walk.walk(nodes, nodes, nodes, num_nodes=count, max_depth=15)),
+    ]
+    launches = []
+    for module, names, call in calls:
+        with monkeypatch.context() as patch:
+            for other in names:
+                patch.setattr(module, other, Recorder())
+            call()
+            recorded = [(name, getattr(module, name).launches) for name in names]
+        launches += [(getattr(module, name), *launch) for name, kept in recorded for launch in kept]
+    return launches
+
+
 def attention_launches(q, cache, seen, length, monkeypatch) -> list:
     combine = Recorder()
     kernel = attention._combine_kernel
@@ -110,9 +137,89 @@ def attention_launches(q, cache, seen, length, monkeypatch) -> list:
 @pytest.mark.parametrize("capability", SHARED_BYTES)
 def test_every_kernel_compiles(capability, monkeypatch):
     monkeypatch.setattr(attention, "_shared_bytes", lambda device: SHARED_BYTES[capability])
-    launches = all_launches(monkeypatch)
-    assert len(launches) == 7
+    launches = all_launches(monkeypatch) + round_launches(torch.float32, monkeypatch)
+    assert len(launches) == 12
     for kernel, args, options in launches:
         compiled = compile_for(capability, kernel, args, options)
         assert compiled.asm["cubin"]
         assert compiled.metadata.shared <= SHARED_BYTES[capability], kernel.__name__
+
+
+def expert_launches(tokens: int, dtype: torch.dtype, monkeypatch, **options) -> list:
+    """The router and the products of 256 experts and a shared one of their width, hidden size 2048."""
+    top_k, num_experts, hidden, width = 8, 256, 2048, 512
+
+    def meta(*shape: int) -> torch.Tensor:  # 1.6 GB of weights that nobody reads
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    routing = Routing.empty(tokens, top_k, num_experts, shared=True)
+    gate_up, down = meta(num_experts, 2 * width, hidden), meta(num_experts, hidden, width)
+
+    def choose():
+        experts.route(meta(tokens, num_experts), top_k, True, meta(tokens), routing, **options)
+
+    def multiply():
+        experts.expert_mlp(meta(tokens, hidden), routing, gate_up, down, gate_up[0], down[0], **options)
+
+    calls = {
+        "_choose_kernel": choose,
+        "_group_kernel": choose,
+        "_gate_up_kernel": multiply,
+        "_down_kernel": multiply,
+        "_combine_kernel": lambda: experts.combine(meta(tokens, top_k + 1, hidden), **options),
+    }
+    kernels = {name: getattr(experts, name) for name in calls}
+    with monkeypatch.context() as patch:
+        for name in calls:  # no kernel but the one that is looked at may run either
+            patch.setattr(experts, name, Recorder())
+        return [
+            (kernels[name], args, options)
+            for name, call in calls.items()
+            for _, args, options in launches_of(experts, name, call, monkeypatch)
+        ]
+
+
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+def test_every_expert_kernel_compiles(capability, monkeypatch):
+    monkeypatch.setattr(experts, "_shared_bytes", lambda device: SHARED_BYTES[capability])
+    launches = [
+        *expert_launches(1, torch.bfloat16, monkeypatch),
+        *expert_launches(64, torch.bfloat16, monkeypatch),
+        *expert_launches(64, torch.float32, monkeypatch),
+    ]
+    assert len(launches) == 4 + 5 + 5
+    if capability >= 90:  # launches that overlap the end of the kernel before
+        launches += expert_launches(64, torch.bfloat16, monkeypatch, chained=True)
+    for kernel, args, options in launches:
+        compiled = compile_for(capability, kernel, args, options)
+        assert compiled.asm["cubin"]
+        assert compiled.metadata.shared <= SHARED_BYTES[capability], kernel.__name__
+
+
+def linear_launches(tokens: int, rows: int, dtype: torch.dtype, monkeypatch, **options) -> list:
+    """2,048 columns; few rows are split into shares, and the result is float32 then (as a router's logits are)."""
+    x, weight = torch.empty(tokens, 2048, dtype=dtype), torch.empty(rows, 2048, dtype=dtype)
+    out = torch.empty(tokens, rows, dtype=torch.float32 if rows < 1000 else dtype)
+
+    def call():
+        linear.linear(x, weight, out=out, **options)
+
+    return launches_of(linear, "_linear_kernel", call, monkeypatch)
+
+
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+def test_the_linear_kernel_compiles(capability, monkeypatch):
+    monkeypatch.setattr(linear, "_shared_bytes", lambda device: SHARED_BYTES[capability])
+    for tokens, rows, dtype in [
+        (1, 12352, torch.bfloat16),
+        (1, 256, torch.bfloat16),
+        (64, 12352, torch.bfloat16),
+        (256, 12352, torch.bfloat16),
+        (256, 256, torch.bfloat16),
+        (64, 256, torch.float32),
+    ]:
+        chained = capability >= 90 and tokens > 1  # launches that overlap the end of the kernel before
+        for kernel, args, options in linear_launches(tokens, rows, dtype, monkeypatch, chained=chained):
+            compiled = compile_for(capability, kernel, args, options)
+            assert compiled.asm["cubin"]
+            assert compiled.metadata.shared <= SHARED_BYTES[capability], (tokens, rows, dtype)

@@ -13,11 +13,12 @@ from kernel_cases import INTERPRETED, ON_GPU
 from deltatree.kernels.dispatch import has_triton
 
 HERE = Path(__file__).parent
+LAWS = sorted(path.stem.removeprefix("test_twin_") for path in HERE.glob("test_twin_*.py"))
 
 
 @pytest.mark.skipif(not has_triton(), reason="triton is not installed; the test extra brings it where it exists")
 @pytest.mark.skipif(INTERPRETED or ON_GPU, reason="the twins' tests already run here")
-@pytest.mark.parametrize("law", ["gated_delta", "conv_commit", "attention"])
+@pytest.mark.parametrize("law", LAWS)
 def test_twins_in_the_interpreter(law):
     done = subprocess.run(
         [

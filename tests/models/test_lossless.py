@@ -6,7 +6,7 @@ from tiny import ARCHITECTURES, VOCAB, full_logits, plain_greedy, tiny_model
 
 from deltatree.decode import Ending, Sampler, decode
 from deltatree.drafter import RandomDrafter, RightDrafter, WrongDrafter
-from deltatree.models import ReferenceTarget
+from deltatree.models import FastTarget, ReferenceTarget
 from deltatree.state import RecurrentState
 from deltatree.tree import DraftTree, best_first, chain, chain_tree, no_draft, path_to
 
@@ -17,6 +17,17 @@ BRANCHING = DraftTree.from_parents([5, 6, 7, 8, 9, 10, 6, 7], [-1, 0, 1, 2, 1, 4
 @pytest.fixture(scope="module", params=ARCHITECTURES)
 def model(request):
     return tiny_model(request.param)
+
+
+def fast_target(model, taps=()):
+    """The fast target with few buckets, so that trees are padded; on a CPU its steps run uncaptured."""
+    return FastTarget(ReferenceTarget(model, taps), context_length=2048, buckets=(1, 3, 9, 24, 70, 201))
+
+
+@pytest.fixture(params=[ReferenceTarget, fast_target], ids=["reference", "fast"])
+def target_of(request):
+    """Both targets share every test."""
+    return request.param
 
 
 def run(target, drafter, prompt, count, policy=best_first, budget=8):
@@ -40,8 +51,8 @@ def relative(a, b):
     return float((a - b).norm() / b.norm().clamp_min(1e-12))
 
 
-def test_any_drafter_and_budget_gives_the_tokens_of_plain_transformers(model):
-    target = ReferenceTarget(model)
+def test_any_drafter_and_budget_gives_the_tokens_of_plain_transformers(target_of, model):
+    target = target_of(model)
     for prompt in PROMPTS:
         truth = plain_greedy(model, prompt, 14)
         text = prompt + truth
@@ -52,15 +63,15 @@ def test_any_drafter_and_budget_gives_the_tokens_of_plain_transformers(model):
                 assert run(target, drafter, prompt, 14, best_first, budget)[0] == truth
 
 
-def test_a_right_drafter_is_accepted_in_full(model):
+def test_a_right_drafter_is_accepted_in_full(target_of, model):
     prompt = PROMPTS[0]
     text = prompt + plain_greedy(model, prompt, 33)
-    _, rounds = run(ReferenceTarget(model), RightDrafter(text, VOCAB), prompt, 33, budget=16)
+    _, rounds = run(target_of(model), RightDrafter(text, VOCAB), prompt, 33, budget=16)
     assert [r.acceptance_length for r in rounds[1:]] == [8, 8, 8, 8]
 
 
-def test_every_path_of_a_tree_has_the_logits_of_its_plain_forward(model):
-    target = ReferenceTarget(model)
+def test_every_path_of_a_tree_has_the_logits_of_its_plain_forward(target_of, model):
+    target = target_of(model)
     prompt = [21, 22, 23, 24, 25]
     state = target.new_state()
     target.prefill(prompt, state)
@@ -70,8 +81,8 @@ def test_every_path_of_a_tree_has_the_logits_of_its_plain_forward(model):
         torch.testing.assert_close(logits[node], full_logits(model, prompt + path)[-1], atol=1e-4, rtol=1e-4)
 
 
-def test_siblings_change_nothing(model):
-    target = ReferenceTarget(model)
+def test_siblings_change_nothing(target_of, model):
+    target = target_of(model)
     state = target.new_state()
     target.prefill([21, 22, 23], state)
     whole = target.verify(BRANCHING, state).logits
@@ -81,8 +92,8 @@ def test_siblings_change_nothing(model):
         torch.testing.assert_close(whole[path], alone, atol=1e-4, rtol=1e-4)
 
 
-def test_verify_leaves_every_committed_byte_and_can_be_called_again(model):
-    target = ReferenceTarget(model)
+def test_verify_leaves_every_committed_byte_and_can_be_called_again(target_of, model):
+    target = target_of(model)
     state = target.new_state()
     target.prefill([21, 22, 23, 24], state)
     before, length = snapshot(state), state.length
@@ -95,8 +106,8 @@ def test_verify_leaves_every_committed_byte_and_can_be_called_again(model):
 
 
 @pytest.mark.parametrize("path", [[0], [0, 1], [0, 6, 7], [0, 1, 4, 5], [0, 1, 2, 3]])
-def test_B15_a_commit_is_the_state_of_plain_decoding(model, path):
-    target = ReferenceTarget(model)
+def test_B15_a_commit_is_the_state_of_plain_decoding(target_of, model, path):
+    target = target_of(model)
     prompt = [21, 22, 23, 24]
     state, plain = target.new_state(), target.new_state()
     target.prefill(prompt, state)
@@ -114,8 +125,8 @@ def test_B15_a_commit_is_the_state_of_plain_decoding(model, path):
 
 
 @pytest.mark.parametrize("splits", [[17], [12, 5], [12, 2, 3], [1, 16], [1] * 17])
-def test_B03_any_split_of_the_prompt_gives_the_same_state(model, splits):
-    target = ReferenceTarget(model)
+def test_B03_any_split_of_the_prompt_gives_the_same_state(target_of, model, splits):
+    target = target_of(model)
     tokens = [(7 * i) % VOCAB for i in range(17)]
     state, whole = target.new_state(), target.new_state()
     done = 0
@@ -128,8 +139,8 @@ def test_B03_any_split_of_the_prompt_gives_the_same_state(model, splits):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
-def test_B01_rejected_drafts_leave_no_trace(hybrid):
-    target = ReferenceTarget(hybrid)
+def test_B01_rejected_drafts_leave_no_trace(target_of, hybrid):
+    target = target_of(hybrid)
     states = []
     for rejected in (7, 90):
         state = target.new_state()
@@ -142,8 +153,8 @@ def test_B01_rejected_drafts_leave_no_trace(hybrid):
 
 
 @pytest.mark.parametrize("prompt_length", [*range(1, 21), 64, 65, 72, 73])
-def test_B06_no_prompt_length_is_special(hybrid, prompt_length):
-    target = ReferenceTarget(hybrid)
+def test_B06_no_prompt_length_is_special(target_of, hybrid, prompt_length):
+    target = target_of(hybrid)
     prompt = [(11 * i + 5) % VOCAB for i in range(prompt_length)]
     truth = plain_greedy(hybrid, prompt, 8)
     assert run(target, RightDrafter(prompt + truth, VOCAB), prompt, 8)[0] == truth
@@ -174,12 +185,12 @@ def test_eager_attention_honours_the_tree(attention_moe):
         attention_moe.config._attn_implementation = kept
 
 
-def test_sliding_window_layers_forget_what_plain_decoding_forgets():
+def test_sliding_window_layers_forget_what_plain_decoding_forgets(target_of):
     model = tiny_model("qwen3", use_sliding_window=True, sliding_window=9, max_window_layers=2)
     assert "sliding_attention" in model.config.layer_types
     prompt = [(5 * i) % VOCAB for i in range(20)]
     truth = plain_greedy(model, prompt, 24)
-    target = ReferenceTarget(model)
+    target = target_of(model)
     for drafter in (RightDrafter(prompt + truth, VOCAB), RandomDrafter(VOCAB)):
         assert run(target, drafter, prompt, 24, budget=20)[0] == truth
 
@@ -192,8 +203,8 @@ def test_the_stock_forward_of_an_opened_model_is_untouched(hybrid):
     assert type(fresh.model.layers[0].linear_attn).__name__.startswith("Qwen")  # the class itself stays as it was
 
 
-def test_the_state_after_two_thousand_tokens_is_that_of_a_fresh_prefill(hybrid):
-    target = ReferenceTarget(hybrid)
+def test_the_state_after_two_thousand_tokens_is_that_of_a_fresh_prefill(target_of, hybrid):
+    target = target_of(hybrid)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(VOCAB, (2006,), generator=generator).tolist()
     state, fresh = target.new_state(), target.new_state()

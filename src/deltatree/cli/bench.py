@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from deltatree.cli.common import DeviceOption, DrafterOption, DtypeOption, TargetOption, load_pair
+from deltatree.cli.common import (
+    BackendOption,
+    ContextOption,
+    DeviceOption,
+    DrafterOption,
+    DtypeOption,
+    TargetOption,
+    load_pair,
+)
 from deltatree.decode.options import METHODS, TREES
 from deltatree.files import SHIPPED
 
@@ -46,6 +54,8 @@ def bench(
     stage_samples: Annotated[int, typer.Option(help="Decode this many samples again with stage timing.")] = 0,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
+    backend: BackendOption = None,
+    context_length: ContextOption = None,
 ) -> None:
     """Compare plain decoding, DFlash and DDTree: speed, acceptance length, losslessness. Exit code 1 if a text diverged.
 
@@ -76,7 +86,7 @@ def bench(
     chosen = load_samples(dataset, samples)
     refuse_other_run(out, {"plan": plan.as_dict(), "samples": describe_samples(chosen)})
     make_folder(out)
-    pair = load_pair(target, drafter, _own_device(device, ranks), dtype)
+    pair = load_pair(target, drafter, _own_device(device, ranks), dtype, backend, context_length)
 
     from deltatree.bench.harness import run_bench
 

@@ -29,8 +29,22 @@ DtypeOption = Annotated[
     str | None, typer.Option(help="float32, bfloat16 or float16. [default: bfloat16 on a GPU, float32 on a CPU]")
 ]
 
+BackendOption = Annotated[
+    str | None, typer.Option(help="fast or reference. [default: fast on a GPU where it covers the model]")
+]
+ContextOption = Annotated[
+    int | None, typer.Option("--context-length", help="Tokens the fast backend keeps room for. [default: 32768]")
+]
 
-def load_pair(target: str, drafter: str | None, device: str | None, dtype: str | None) -> Pair:
+
+def load_pair(
+    target: str,
+    drafter: str | None,
+    device: str | None,
+    dtype: str | None,
+    backend: str | None = None,
+    context_length: int | None = None,
+) -> Pair:
     """Load with progress on stderr; the libraries' own chatter is silenced, because the command line owns the screen."""
     with progress(f"loading {target if target != SHIPPED else 'the shipped pair'}"):
         import transformers
@@ -43,7 +57,7 @@ def load_pair(target: str, drafter: str | None, device: str | None, dtype: str |
             torch.set_num_threads(1)  # its operations are too small to share; two threads mostly wait for each other
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
-        return load(target, drafter, device=device, dtype=dtype)
+        return load(target, drafter, device=device, dtype=dtype, backend=backend, context_length=context_length)
 
 
 @contextmanager

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from deltatree.cli.common import (
+    BackendOption,
     BudgetOption,
+    ContextOption,
     DeviceOption,
     DrafterOption,
     DtypeOption,
@@ -50,6 +52,8 @@ def generate(
     ] = False,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
+    backend: BackendOption = None,
+    context_length: ContextOption = None,
     trace: Annotated[
         Path | None, typer.Option(help="Write every round's tree, accepted path and times there, as JSON lines.")
     ] = None,
@@ -70,7 +74,7 @@ def generate(
     )
     text = read_prompt(prompt, prompt_file)
     with _writing(trace) as write:
-        pair = load_pair(target, drafter, device, dtype)
+        pair = load_pair(target, drafter, device, dtype, backend, context_length)
         prompt_ids = pair.encode(text, raw=raw)
         notes = trace_of(pair, prompt_ids, options, write) if write is not None else None
         if json:

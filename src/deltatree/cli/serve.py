@@ -9,7 +9,9 @@ from typing import Annotated
 import typer
 
 from deltatree.cli.common import (
+    BackendOption,
     BudgetOption,
+    ContextOption,
     DeviceOption,
     DrafterOption,
     DtypeOption,
@@ -44,6 +46,8 @@ def serve(
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write prompts to the log.")] = False,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
+    backend: BackendOption = None,
+    context_length: ContextOption = None,
 ) -> None:
     """Serve /v1/chat/completions, /v1/completions and /v1/models, with /health and /metrics beside them."""
     from deltatree.serve.options import ServeOptions
@@ -73,7 +77,7 @@ def serve(
     if host not in ("127.0.0.1", "::1", "localhost") and api_key is None:
         print(f"warning: {host} may be open to others, and no --api-key is set", file=sys.stderr)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(message)s")
-    pair = load_pair(target, drafter, device, dtype)
+    pair = load_pair(target, drafter, device, dtype, backend, context_length)
     app = create_app(pair, config)
     if config.defaults.method == "ddtree" and config.defaults.budget == AUTO:
         with progress("measuring what rounds cost here"):

@@ -12,8 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-
-from deltatree.tree import DraftTree
+from numpy.typing import ArrayLike
 
 SPINE, BESIDE, BELOW, BELOW_BESIDE = range(4)
 """Kinds of drafted nodes: first choice on the spine, another choice beside it, first choice below a branch, another there."""
@@ -35,10 +34,24 @@ class Drafts:
     logits: np.ndarray  # [N] float64, the drafter's log-odds of each token after its parent, scaled and bounded
 
     @classmethod
-    def of(cls, tree: DraftTree, scores: np.ndarray) -> Drafts:
-        """scores: [N], log-probability of each node's prefix in the drafter's eyes, the root's 0."""
-        parents, depths = tree.parents.numpy(), tree.depths.numpy()
+    def of(cls, parents: ArrayLike, depths: ArrayLike, scores: ArrayLike) -> Drafts:
+        """Of a tree's fields, [N] each. scores: log-probability of each node's prefix in the drafter's eyes, the root's 0."""
+        parents, depths, scores = (np.asarray(field) for field in (parents, depths, scores))
         return cls(parents, depths, _kinds(parents), _scaled_logits(scores - scores[parents]))
+
+    def __len__(self) -> int:
+        return self.parents.size
+
+    def cut(self, size: int) -> Drafts:
+        """The first `size` nodes."""
+        return Drafts(self.parents[:size], self.depths[:size], self.kinds[:size], self.logits[:size])
+
+    def spine(self) -> Drafts:
+        """The nodes whose tokens are all first choices, as a chain."""
+        nodes = np.flatnonzero(self.kinds == SPINE)
+        nodes = np.concatenate([[0], nodes[nodes > 0]])
+        order = np.arange(nodes.size)
+        return Drafts(order - 1, order, np.full(order.size, SPINE), self.logits[nodes])
 
     @classmethod
     def chain(cls, log_probs: np.ndarray) -> Drafts:

@@ -78,7 +78,8 @@ class AutoBudget:
         self.choice: Choice | None = None  # of the last round
         self._resting = self._since_plain = 0
         self._context, self._is_typical, self._started = 0, True, 0.0
-        self._drafted: tuple[DraftTree, Drafts] | None = None
+        self._drafts: Drafts | None = None  # of this round's tree; None where nothing was drafted
+        self._built: DraftTree | None = None
         self._num_nodes = 1
 
     def begin(self, prompt_ids: list[int]) -> None:
@@ -89,7 +90,8 @@ class AutoBudget:
 
     def wants_draft(self, context: int, num_features: int) -> bool:
         """Whether the coming round drafts. context: committed tokens; num_features: of them unseen by the drafter."""
-        self._started, self._context, self._drafted, self.choice = self.experience.costs.clock(), context, None, None
+        self._started, self._context = self.experience.costs.clock(), context
+        self._drafts = self.choice = None
         self._is_typical = num_features <= _FEW_FEATURES
         known, costs = self.experience, self.experience.costs
         if self._resting > 0:
@@ -110,40 +112,45 @@ class AutoBudget:
         if budget <= 0 or log_probs.shape[0] == 0:
             self._num_nodes = 1
             return chain_tree([root])
-        known = self.experience
-        tree, scores = self._scored(log_probs, root, min(budget, int(1.5 * known.reach)))
+        tree, scores = self._scored(log_probs, root, min(budget, self.widest))
         values, first = (best.cpu() for best in log_probs[:budget].max(-1))
-        of_tree, of_chain = Drafts.of(tree, scores.numpy()), Drafts.chain(values.double().numpy())
-        size, is_chain = self._choose(known.acceptance.of_paths(of_tree), known.acceptance.of_paths(of_chain))
-        known.reach = max(size, 0.95 * known.reach, _LEAST_REACH)
+        of_tree = Drafts.of(tree.parents.numpy(), tree.depths.numpy(), scores.numpy())
+        size, is_chain = self.choose(of_tree, Drafts.chain(values.double().numpy()))
         if is_chain:
             tree = chain_tree([root, *first[: size - 1].tolist()])
-            drafts = of_chain
         else:
             tree = DraftTree(tree.token_ids[:size], tree.parents[:size], tree.depths[:size])
-            drafts = of_tree
-        drafts = Drafts(*(part[:size] for part in (drafts.parents, drafts.depths, drafts.kinds, drafts.logits)))
-        self._drafted, self._num_nodes = (tree, drafts), size
+        self._built = tree
         return tree
 
-    def _choose(self, of_tree: np.ndarray, of_chain: np.ndarray) -> tuple[int, bool]:
-        """Nodes of the round that is worth most, root included, and whether it is the chain. Both: [N] path probabilities."""
+    @property
+    def widest(self) -> int:
+        """Drafted nodes that a tree needs, so that there is enough to choose from."""
+        return int(1.5 * self.experience.reach)
+
+    def choose(self, tree: Drafts, chain: Drafts | None = None) -> tuple[int, bool]:
+        """Nodes of the round that is worth most, root included, and whether they are the chain's.
+
+        tree: what may be verified, best nodes first    chain: the first choice of every depth, by default those in the tree
+        """
         known, costs = self.experience, self.experience.costs
         rate = 1 / costs.plain(self._context)
         if known.rounds >= _EVIDENCE:
             rate = max(rate, known.rate())
-        best: tuple[float, int, bool] | None = None
-        for is_chain, chances in ((True, of_chain), (False, of_tree)):
-            sizes = np.arange(1, chances.size + 1) if is_chain else _sizes(costs.node_counts, chances.size)
+        best = -np.inf
+        for is_chain, drafts in ((True, chain or tree.spine()), (False, tree)):
+            chances = known.acceptance.of_paths(drafts)
+            sizes = _sizes(costs, len(drafts), is_chain)
             expected = np.cumsum(chances)[sizes - 1]
             seconds = costs.drafted(sizes, self._context)
             worth = expected - rate * seconds
             place = int(worth.argmax())
-            if best is None or worth[place] > best[0]:
-                size = int(sizes[place])
+            if worth[place] > best:
+                best, size = float(worth[place]), int(sizes[place])
                 self.choice = Choice(chances[:size].tolist(), float(expected[place]), float(seconds[place]), is_chain)
-                best = float(worth[place]), size, is_chain
-        return best[1:]
+                self._drafts, self._num_nodes = drafts.cut(size), size
+        known.reach = max(self._num_nodes, 0.95 * known.reach, _LEAST_REACH)
+        return self._num_nodes, self.choice.is_chain
 
     def _scored(self, log_probs: Tensor, root: int, budget: int) -> tuple[DraftTree, Tensor]:
         if self.scored is not None:
@@ -155,16 +162,19 @@ class AutoBudget:
         """What the target accepted. tree: as it was verified, which a grammar may have made smaller."""
         if hasattr(self.policy, "observe"):
             self.policy.observe(tree, accepted, logits)
-        if self._drafted is None:
+        if self._drafts is None:
             return
+        path = accepted.path if len(tree) == len(self._built) else _find(self._built, tree, accepted)
+        self.learn(path, len(tree))
+
+    def learn(self, path: list[int], num_nodes: int) -> None:
+        """Take in the round that was chosen. path: accepted nodes, from the root on; num_nodes: verified, root included."""
         known = self.experience
-        built, drafts = self._drafted
-        path = accepted.path if len(tree) == len(built) else _find(built, tree, accepted)
-        known.acceptance.learn(drafts, path)
-        self._num_nodes = len(tree)
+        known.acceptance.learn(self._drafts, path)
+        self._num_nodes = num_nodes
         # The expectation is calibrated and less noisy than one outcome; both together are quick and honest.
-        known.tokens = _MEMORY * known.tokens + 0.5 * (self.choice.expected + accepted.length)
-        seconds = float(known.costs.drafted(np.array(len(tree)), self._context)) / known.costs.pace_factor
+        known.tokens = _MEMORY * known.tokens + 0.5 * (self.choice.expected + len(path))
+        seconds = float(known.costs.drafted(np.array(num_nodes), self._context)) / known.costs.pace_factor
         known.seconds = _MEMORY * known.seconds + seconds
         known.rounds += 1
         if known.rounds >= 4 * _EVIDENCE:
@@ -174,7 +184,7 @@ class AutoBudget:
         """The round is over: its time counts, unless the drafter read a prompt in it."""
         costs = self.experience.costs
         seconds = costs.clock() - self._started
-        if self._drafted is None:
+        if self._drafts is None:
             costs.learn_plain(seconds, self._context)
             return
         self._since_plain += 1
@@ -182,9 +192,11 @@ class AutoBudget:
             costs.learn_drafted(self._num_nodes, seconds, self._context)
 
 
-def _sizes(node_counts: np.ndarray, most: int) -> np.ndarray:
-    """Node counts that a tree of `most` nodes can be cut to, the whole of it included."""
-    return np.arange(1, most + 1)
+def _sizes(costs: RoundCosts, most: int, is_chain: bool) -> np.ndarray:
+    """Node counts to choose from, at most `most`: every one, but a tree on a captured target fills its bucket."""
+    if is_chain or not costs.captured:
+        return np.arange(1, most + 1)
+    return np.unique(np.minimum(costs.node_counts, most))
 
 
 def _find(built: DraftTree, pruned: DraftTree, accepted: Acceptance) -> list[int]:

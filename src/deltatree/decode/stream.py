@@ -105,7 +105,8 @@ def check_prompt(prompt_ids: list[int], target: Target) -> None:
         raise PromptError("the prompt is empty; give at least one token")
     if len(prompt_ids) > target.context_length:
         raise PromptError(
-            f"the prompt has {len(prompt_ids)} tokens, the target's context is {target.context_length}; shorten the prompt"
+            f"the prompt has {len(prompt_ids)} tokens, the target's context is {target.context_length}; shorten the prompt "
+            "or, where the model allows more, load it with a larger context_length"
         )
     if not 0 <= min(prompt_ids) <= max(prompt_ids) < target.vocab_size:
         raise PromptError(

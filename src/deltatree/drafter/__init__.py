@@ -2,6 +2,7 @@
 
 from deltatree.drafter.dflash import DFlashDrafter, DFlashModel, load_drafter
 from deltatree.drafter.dialects import DFlashConfig, read_drafter_config
+from deltatree.drafter.fast_dflash import FastDFlashDrafter
 from deltatree.drafter.protocol import Drafter, DraftSession
 from deltatree.drafter.scripted import NoDrafter, RandomDrafter, RightDrafter, ScriptedDrafter, WrongDrafter
 
@@ -11,6 +12,7 @@ __all__ = [
     "DFlashModel",
     "DraftSession",
     "Drafter",
+    "FastDFlashDrafter",
     "NoDrafter",
     "RandomDrafter",
     "RightDrafter",

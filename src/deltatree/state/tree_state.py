@@ -57,6 +57,16 @@ class TreeState:
 
         path: node indices of the last verified tree, from the root (0) on. Raises TreeError for anything else.
         """
+        nodes = self.take(path)
+        for layer in self.layers:
+            if isinstance(layer, RecurrentState):
+                layer.commit(nodes)
+            else:
+                layer.commit(nodes, self.length)
+        self.length += len(path)
+
+    def take(self, path: list[int]) -> torch.Tensor:
+        """The path as [P] int64, checked; the verified tree is used up by it. Raises TreeError."""
         tree = self._pending
         if tree is None:
             raise TreeError("nothing to commit: verify a tree first; each verify can be committed once")
@@ -65,12 +75,7 @@ class TreeState:
         if not inside or not torch.equal(tree.parents[nodes[1:]], nodes[:-1]):
             raise TreeError(f"{path} is not a path from the root of the verified tree of {len(tree)} nodes")
         self._pending = None
-        for layer in self.layers:
-            if isinstance(layer, RecurrentState):
-                layer.commit(nodes)
-            else:
-                layer.commit(nodes, self.length)
-        self.length += len(path)
+        return nodes
 
     @property
     def num_bytes(self) -> int:

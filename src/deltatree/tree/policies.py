@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
+from ctypes import c_float
 
 import torch
 from torch import Tensor
@@ -53,7 +54,9 @@ def best_first(log_probs: Tensor, *, root: int, budget: int) -> DraftTree:
     """The `budget` most probable prefixes under the product of the drafter's per-depth probabilities: DDTree.
 
     A heap holds prefixes by log-probability, then by their ranks. Taking one out offers its next sibling and its first
-    child, neither of which can outrank it, so nodes come out best first and parents before children.
+    child, neither of which can outrank it, so nodes come out best first and parents before children: the first nodes of
+    the list are the tree of a smaller budget. A prefix's log-probability is its parent's plus its token's, rounded to
+    float32, so that `kernels.tree_build` makes the same tree of the same candidates, node for node.
 
     log_probs: [D, vocab] float32. Source: Ringel and Romano 2026, arXiv:2604.12989, algorithm 1.
     """
@@ -69,7 +72,7 @@ def best_first_scored(log_probs: Tensor, *, root: int, budget: int) -> tuple[Dra
     if budget <= 0 or num_depths == 0:
         return chain_tree([root]), torch.zeros(1, dtype=torch.float64)
     values, ids = top_candidates(log_probs, budget)
-    value, token = values.double().tolist(), ids.tolist()
+    value, token = values.float().tolist(), ids.tolist()
     width = len(token[0])
 
     tokens, parents, depths, scores = [root], [-1], [0], [0.0]
@@ -83,10 +86,10 @@ def best_first_scored(log_probs: Tensor, *, root: int, budget: int) -> tuple[Dra
         depths.append(depth)
         scores.append(-negative)
         if rank + 1 < width:
-            sibling = -negative - value[depth - 1][rank] + value[depth - 1][rank + 1]
+            sibling = _float32(scores[parent] + value[depth - 1][rank + 1])
             heapq.heappush(heap, (-sibling, (*ranks[:-1], rank + 1), parent))
         if depth < num_depths:
-            heapq.heappush(heap, (negative - value[depth][0], (*ranks, 0), node))
+            heapq.heappush(heap, (-_float32(scores[node] + value[depth][0]), (*ranks, 0), node))
     tree = DraftTree(torch.tensor(tokens), torch.tensor(parents), torch.tensor(depths))
     return tree, torch.tensor(scores, dtype=torch.float64)
 
@@ -104,6 +107,11 @@ def scores_of(tree: DraftTree, log_probs: Tensor) -> Tensor:
         nodes = (tree.depths == depth).nonzero()[:, 0]
         scores[nodes] += scores[tree.parents[nodes]]
     return scores
+
+
+def _float32(number: float) -> float:
+    """Rounded to float32. A sum of two float32 numbers rounded twice is the float32 sum."""
+    return c_float(number).value
 
 
 POLICIES: dict[str, Callable[..., DraftTree]] = {"chain": chain, "best-first": best_first}

@@ -6,14 +6,20 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from deltatree.kernels.chaining import chaining
 
 
 @triton.jit
 def _tree_conv_kernel(
     window, x, weight, bias, rows, out,
     N, C, swb, swc, swt, sxb, sxn, sxc, sfc, sft, sbc, srn, srt, sob, son, soc,
-    KERNEL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+    KERNEL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
     c = (tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)
     n = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     b = tl.program_id(2).to(tl.int64)
@@ -84,7 +90,7 @@ def tree_conv(
     _tree_conv_kernel[(triton.cdiv(channels, block_c), triton.cdiv(nodes, block_n), batch)](
         window, x, weight, bias, rows, out, nodes, channels,
         *window.stride(), *x.stride(), *weight.stride(), 1 if bias is None else bias.stride(0), *rows.stride(),
-        *out.stride(), KERNEL=weight.shape[1], BLOCK_N=block_n, BLOCK_C=block_c, num_warps=4,
+        *out.stride(), KERNEL=weight.shape[1], BLOCK_N=block_n, BLOCK_C=block_c, num_warps=4, **chaining(x.device),
     )  # fmt: skip
     return out
 

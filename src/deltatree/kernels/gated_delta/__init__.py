@@ -5,8 +5,7 @@ from deltatree.kernels.gated_delta import reference
 from deltatree.kernels.gated_delta.reference import DeltaStash, Gates, PendingCommit
 
 _TWIN = "deltatree.kernels.gated_delta.triton"
-# by_device follows once the GPU tests have passed for the launches that block_sizes chooses now
-tree_gated_delta = dispatched(reference.tree_gated_delta, _TWIN, by_device=False)
+tree_gated_delta = dispatched(reference.tree_gated_delta, _TWIN)
 commit_gated_delta = dispatched(reference.commit_gated_delta, _TWIN)
 
 __all__ = ["DeltaStash", "Gates", "PendingCommit", "commit_gated_delta", "tree_gated_delta"]

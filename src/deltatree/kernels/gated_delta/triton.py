@@ -19,91 +19,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from deltatree.kernels.chaining import chaining
+from deltatree.kernels.gated_delta.parts import EXACT, _committed, _committed_long, _gate, _split3, _sums, path_block
 from deltatree.kernels.gated_delta.reference import DeltaStash, Gates, PendingCommit
+from deltatree.kernels.gated_delta.wide import launch_wide
 
 MOST_UNROLLED = 32  # deepest trees whose sweeps are unrolled
-LONGEST_SHORT_PATH = 64  # nodes of a path that are committed in one product; longer paths go block by block
-EXACT = tl.constexpr("ieee" if torch.version.hip else "tf32x3")  # a float32 product to float32 accuracy
-
-
-@triton.jit
-def _split3(x):
-    """Three bfloat16 tiles that add up to a float32 one (24 bits)."""
-    high = x.to(tl.bfloat16)
-    rest = x - high.to(tl.float32)
-    middle = rest.to(tl.bfloat16)
-    return high, middle, (rest - middle.to(tl.float32)).to(tl.bfloat16)
-
-
-@triton.jit
-def _committed(
-    state, k, u, g, path, path_length, spath, skn, skk, sun, suv, sgn, ok, ov, mk, mv,
-    PATH: tl.constexpr, BLOCK_PATH: tl.constexpr,
-):  # fmt: skip
-    """A state tile after the nodes of a path; k, u, g point at this head's stash. Gives the length of the path too.
-
-    The whole path is fetched before its length is looked at: that is one wait for memory instead of three.
-    """
-    step = tl.arange(0, BLOCK_PATH)
-    nodes = tl.load(path + step * spath, mask=step < PATH, other=0)
-    length = PATH
-    if path_length is not None:
-        length = tl.minimum(tl.load(path_length), PATH).to(tl.int32)
-    on = step < length
-    nodes = tl.where(on, nodes, 0).to(tl.int64)
-    decay = tl.load(g + nodes * sgn, mask=on, other=0.0)
-    keys = tl.load(k + nodes[None, :] * skn + ok[:, None] * skk, mask=mk[:, None] & on[None, :], other=0.0)
-    wrote = tl.load(u + nodes[:, None] * sun + ov[None, :] * suv, mask=on[:, None] & mv[None, :], other=0.0)
-    leaf = tl.sum(tl.where(step == length - 1, decay, 0.0), 0)
-    remaining = tl.where(on, tl.exp(leaf - decay), 0.0)
-    tile = tl.exp(leaf) * state
-    tile = tl.dot(keys.to(tl.float32), remaining[:, None] * wrote.to(tl.float32), tile, input_precision=EXACT)
-    return tile, length
-
-
-@triton.jit
-def _committed_long(
-    state, k, u, g, path, path_length, spath, skn, skk, sun, suv, sgn, ok, ov, mk, mv,
-    PATH: tl.constexpr, BLOCK_PATH: tl.constexpr,
-):  # fmt: skip
-    """The same for a path of any length, a block of it at a time."""
-    length = PATH
-    if path_length is not None:
-        length = tl.minimum(tl.load(path_length), PATH).to(tl.int32)
-    tile = state
-    if length > 0:
-        leaf = tl.load(g + tl.load(path + (length - 1) * spath).to(tl.int64) * sgn)
-        tile = tl.exp(leaf) * tile
-        for start in range(0, length, BLOCK_PATH):
-            step = start + tl.arange(0, BLOCK_PATH)
-            on = step < length
-            nodes = tl.load(path + step * spath, mask=on, other=0).to(tl.int64)
-            keys = tl.load(k + nodes[None, :] * skn + ok[:, None] * skk, mask=mk[:, None] & on[None, :], other=0.0)
-            remaining = tl.where(on, tl.exp(leaf - tl.load(g + nodes * sgn, mask=on, other=0.0)), 0.0)
-            wrote = tl.load(u + nodes[:, None] * sun + ov[None, :] * suv, mask=on[:, None] & mv[None, :], other=0.0)
-            tile = tl.dot(keys.to(tl.float32), remaining[:, None] * wrote.to(tl.float32), tile, input_precision=EXACT)
-    return tile, length
-
-
-@triton.jit
-def _gate(g, RAW: tl.constexpr, a_log, dt_bias):
-    """log_decay from what was given: as it is, or from the raw projection."""
-    if RAW:
-        x = g + dt_bias
-        g = -tl.exp(a_log) * tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
-    return g
-
-
-@triton.jit
-def _sums(seen, gate):
-    """Over the ancestors of a block's nodes: log decays as multiples of 1/64, the remainders, and the count.
-
-    Multiples of 1/64 sum without rounding, so the difference of two long sums keeps the accuracy of its own size.
-    """
-    steps = tl.floor(gate * 64.0 + 0.5) * 0.015625
-    coarse = tl.sum(tl.where(seen, steps[None, :], 0.0), 1)
-    fine = tl.sum(tl.where(seen, (gate - steps)[None, :], 0.0), 1)
-    return coarse, fine, tl.sum(seen.to(tl.int32), 1)
+MOST_IN_ONE_LAUNCH = 32  # nodes of a tree up to which the kernel of this file is the faster one; beyond it, `wide`
 
 
 @triton.jit
@@ -382,10 +304,6 @@ def _commit_kernel(
     tl.store(out + layer * slo + b * sob + hv * soh + ok[:, None] * sok + ov[None, :] * sov, tile, mask=inside)
 
 
-def path_block(path: Tensor | None) -> int:
-    return 16 if path is None else min(LONGEST_SHORT_PATH, max(16, triton.next_power_of_2(path.numel())))
-
-
 def block_sizes(
     num_nodes: int, key_dim: int, value_dim: int, dtype: torch.dtype, max_depth: int | None
 ) -> dict[str, int | str]:
@@ -424,9 +342,13 @@ def tree_gated_delta(
     pending: PendingCommit | None = None,
     out: Tensor | None = None,
     stash: DeltaStash | None = None,
-    launch: dict[str, int | str] | None = None,
+    launch: dict[str, int | str | bool] | None = None,
 ) -> tuple[Tensor, DeltaStash]:
-    """As the reference, for float32 states. `launch` overrides single entries of `block_sizes`, for measurements."""
+    """As the reference, for float32 states.
+
+    launch: for measurements. Overrides single entries of `block_sizes`, or of `wide_sizes` for trees of many nodes;
+        WIDE says which of the two kinds of launch it is to be.
+    """
     batch, heads, key_dim, value_dim = state.shape
     nodes, key_heads = q.shape[1:3]
     if out is None:
@@ -437,11 +359,16 @@ def tree_gated_delta(
             state.new_empty(batch, nodes, heads, value_dim),
             state.new_empty(batch, nodes, heads),
         )
+    seen = ancestors if ancestors.dtype == torch.uint8 else ancestors.to(state.device).view(torch.uint8)
+    launch = dict(launch or {})
+    # A wide launch keeps right-hand sides where pseudo-values will be, so those have to be float32.
+    if launch.pop("WIDE", nodes > MOST_IN_ONE_LAUNCH and stash.u.dtype == torch.float32):
+        launch_wide(state, q, k, v, beta, log_decay, seen, gates, pending, out, stash, launch)
+        return out, stash
     old = stash if pending is None else pending.stash
     path = None if pending is None else pending.path.to(state.device)
-    sizes = {"CHAINED": False} | block_sizes(nodes, key_dim, value_dim, k.dtype, max_depth) | (launch or {})
+    sizes = chaining(state.device) | block_sizes(nodes, key_dim, value_dim, k.dtype, max_depth) | launch
     blocks = triton.cdiv(nodes, sizes["BLOCK_N"])
-    seen = ancestors if ancestors.dtype == torch.uint8 else ancestors.to(state.device).view(torch.uint8)
     _tree_gated_delta_kernel[(batch * heads, triton.cdiv(value_dim, sizes["BLOCK_V"]))](
         state, q, k, v, beta, log_decay, seen, out, stash.k, stash.u, stash.log_decay,
         None if gates is None else gates.a_log, None if gates is None else gates.dt_bias,

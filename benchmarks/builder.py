@@ -1,0 +1,172 @@
+"""A round's own work on one GPU, as JSON lines: candidates, tree and walk, timed inside CUDA graphs.
+
+    python benchmarks/builder.py --out results.jsonl
+
+15 depths (blocks of 16) over a vocabulary of 248,320. Before anything is timed, the tree is compared with `best_first` on
+the host, node for node, the candidates with a full sort and the walk with the one on the host, on inputs with many equal
+log-probabilities and on inputs without. Times are medians over replays of one graph, divided by the calls in it; the
+logits come from memory, not from cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import triton
+from kernels import BANDWIDTH, graph_us
+from torch import Tensor
+
+from deltatree.kernels.candidates import triton as candidates
+from deltatree.kernels.tree_build import TreeBuffers
+from deltatree.kernels.tree_build import triton as tree_build
+from deltatree.kernels.walk import Walked
+from deltatree.kernels.walk import triton as walk
+from deltatree.tree import DraftTree, accept, best_first
+from deltatree.tree import top_candidates as candidates_on_host
+
+DEPTH, VOCAB = 15, 248_320
+BUDGETS = (16, 64, 256)
+TARGET_US = {256: 150}  # of the tree
+COPIES = 8  # logits of 15 MB each: together larger than the L2 cache
+CHECKS = 60  # trees a budget
+
+
+def draft_logits(seed: int, steps: int | None = None) -> Tensor:
+    """[D, vocab] float32: some likely tokens over a wide floor. steps: logits are multiples of 1 / steps."""
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    logits = torch.randn(DEPTH, VOCAB, device="cuda", generator=generator) * 2
+    likely = torch.randint(VOCAB, (DEPTH, 20), device="cuda", generator=generator)
+    logits.scatter_add_(1, likely, torch.rand(DEPTH, 20, device="cuda", generator=generator) * 12)
+    return logits if steps is None else (logits * steps).round() / steps
+
+
+class Round:
+    """The buffers of one round."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.logits = [draft_logits(seed) for seed in range(COPIES)]
+        self.scratch = candidates.scratch_for(self.logits[0], budget)
+        self.candidates = (
+            torch.empty(DEPTH, budget, device="cuda"),
+            torch.empty(DEPTH, budget, dtype=torch.int64, device="cuda"),
+        )
+        self.root = torch.zeros(1, dtype=torch.int64, device="cuda")
+        self.tree = TreeBuffers.empty(budget + 1, 4, "cuda")
+        self.target_ids = torch.zeros(budget + 1, dtype=torch.int64, device="cuda")
+        self.walked = Walked.empty(DEPTH, "cuda")
+
+    def choose(self, copy: int = 0) -> None:
+        candidates.top_candidates(self.logits[copy], self.budget, out=self.candidates, scratch=self.scratch)
+
+    def build(self) -> None:
+        tree_build.build_tree(*self.candidates, self.root, budget=self.budget, out=self.tree)
+
+    def walk(self) -> None:
+        walk.walk(
+            self.tree.token_ids, self.tree.parents, self.target_ids, num_nodes=self.tree.num_nodes, max_depth=DEPTH,
+            out=self.walked,
+        )  # fmt: skip
+
+    def all(self, copy: int) -> None:
+        self.choose(copy)
+        self.build()
+        self.walk()
+
+    def accept_a_leaf(self) -> None:
+        """Let the target choose the path to the deepest node, so that the walk goes all the way."""
+        node = int(self.tree.depths.argmax())
+        self.target_ids.fill_(-1)
+        while node > 0:
+            parent = int(self.tree.parents[node])
+            self.target_ids[parent] = self.tree.token_ids[node]
+            node = parent
+
+    def on_host(self) -> DraftTree:
+        count = int(self.tree.num_nodes)
+        return DraftTree(*(x[:count].cpu() for x in (self.tree.token_ids, self.tree.parents, self.tree.depths)))
+
+
+def check(work: Round) -> None:
+    """Raises AssertionError where device and host disagree."""
+    for seed in range(2):
+        logits = draft_logits(seed, steps=16)
+        work.logits[0].copy_(logits)
+        work.all(0)
+        values, ids = logits.log_softmax(-1).sort(dim=-1, descending=True, stable=True)
+        assert torch.equal(work.candidates[1], ids[:, : work.budget]), "candidates"
+        assert (work.candidates[0] - values[:, : work.budget]).abs().max() < 1e-5, "log-probabilities"
+        work.accept_a_leaf()
+        work.walk()
+        steps, accepted = int(work.walked.steps), accept(work.on_host(), work.target_ids)
+        assert work.walked.path[:steps].tolist() == accepted.path and int(work.walked.bonus) == accepted.bonus, "walk"
+    for seed in range(CHECKS):
+        generator = torch.Generator().manual_seed(seed)
+        log_probs = (torch.randn(DEPTH, 400, generator=generator) * (1 + seed % 5)).log_softmax(-1)
+        if seed % 2:
+            log_probs = (2 * log_probs).round() / 2
+        for held, new in zip(work.candidates, candidates_on_host(log_probs, work.budget), strict=True):
+            held.copy_(new)
+        work.build()
+        expected, built = best_first(log_probs, root=0, budget=work.budget), work.on_host()
+        assert all(
+            torch.equal(getattr(built, name), getattr(expected, name)) for name in ("token_ids", "parents", "depths")
+        ), f"tree of {work.budget} nodes, seed {seed}"
+
+
+def records() -> Iterator[dict]:
+    for budget in BUDGETS:
+        work = Round(budget)
+        check(work)
+        work.logits[0].copy_(draft_logits(0))
+        work.all(0)
+        work.accept_a_leaf()
+        work.walk()
+        moved = DEPTH * VOCAB * 4
+        calls = [lambda copy=copy: work.choose(copy) for copy in range(COPIES)]
+        yield {
+            "benchmark": "builder",
+            "budget": budget,
+            "depths": DEPTH,
+            "vocab": VOCAB,
+            "checked_trees": CHECKS,
+            "accepted_depth": int(work.walked.steps) - 1,
+            "us_candidates": graph_us(calls),
+            "us_tree": graph_us([work.build] * COPIES),
+            "us_walk": graph_us([work.walk] * COPIES),
+            "us_round": graph_us([lambda copy=copy: work.all(copy) for copy in range(COPIES)]),
+            "us_torch_topk": graph_us([lambda copy=copy: work.logits[copy].topk(budget) for copy in range(COPIES)]),
+            "target_us_tree": TARGET_US.get(budget),
+            "bytes_candidates": moved,
+            "floor_us_candidates": moved / BANDWIDTH * 1e6,
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="file of JSON lines to write; they are printed too")
+    options = parser.parse_args()
+    where = {
+        "device": torch.cuda.get_device_name(),
+        "versions": {"torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version()},
+        "command": "python benchmarks/builder.py",
+    }
+    start = time.monotonic()
+    with open(options.out, "w") if options.out else open("/dev/null", "w") as file:
+        for record in records():
+            rounded = {k: round(v, 3) if isinstance(v, float) else v for k, v in record.items()}
+            print(json.dumps(rounded), flush=True)
+            file.write(json.dumps(rounded | where) + "\n")
+            file.flush()
+    print(f"{time.monotonic() - start:.0f} s", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""Capture of a step into a CUDA graph, and its replay. The step does not know that it is captured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+
+class Captured:
+    """One step over static buffers: run as it is on a CPU, captured once and replayed on a GPU.
+
+    step: reads and writes tensors whose addresses stay the same; nothing in it waits for the device
+    pool: memory pool that graphs share which never run at the same time, from `torch.cuda.graph_pool_handle`
+    The step runs twice before the capture (kernels are compiled then), so it must bear being repeated.
+    """
+
+    def __init__(self, step: Callable[[], object], device: torch.device, pool: object = None) -> None:
+        self.step, self.graph = step, None
+        if device.type != "cuda":
+            return
+        with torch.cuda.device(device):
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(2):
+                    step()
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                step()
+        self.graph = graph
+
+    def __call__(self) -> None:
+        if self.graph is None:
+            self.step()
+        else:
+            self.graph.replay()
+
+
+def shared_pool(device: torch.device) -> object:
+    """A memory pool for graphs that never run at the same time, or None on a CPU."""
+    return torch.cuda.graph_pool_handle() if device.type == "cuda" else None

@@ -1,0 +1,219 @@
+"""Greedy rounds that stay on the device: captured work for a whole round, and one small record back to the host.
+
+The same round as `decode_round` (draft, build, verify, accept, commit), over the buffers of the fast target and the fast
+drafter, with one difference: a round's path is committed first thing in the next round, so that the host can still cut it
+where the text ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from deltatree.capture import Captured
+from deltatree.drafter.fast_dflash import FastSession
+from deltatree.kernels.candidates import top_candidates
+from deltatree.kernels.tree_build import TreeBuffers, build_tree
+from deltatree.kernels.walk import Walked, walk
+from deltatree.models.fast import USUAL_DEPTH, FastTarget
+from deltatree.state import Nodes, StaticState
+from deltatree.state.static import MAX_DEPTH
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRound:
+    """What a round brought back to the host."""
+
+    path: list[int]  # accepted nodes, the root first
+    token_ids: list[int]  # emitted: the accepted drafted tokens, then the bonus token
+    num_nodes: int  # verified, root included
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """A tree that was built and not verified yet, as far as a choice of the budget needs it. Best nodes first."""
+
+    scores: list[float]  # log-probability of each node's path from the root, by the drafter; 0 for the root
+    parents: list[int]
+    depths: list[int]
+    token_ids: list[int]
+
+
+class DeviceRounds:
+    """Rounds of one generation: greedy, with best-first trees, chains, or no draft.
+
+    state: after prefill, with nothing to commit    session: the drafter's context, or None for plain decoding alone
+    features: [n, F], of committed tokens that the session has not seen    bonus: the root of the first tree
+    """
+
+    def __init__(
+        self, target: FastTarget, state: StaticState, session: FastSession | None, features: Tensor, bonus: int
+    ) -> None:
+        self.target, self.state, self.session, self.buffers = target, state, session, state.buffers
+        self.drafter = None if session is None else session.drafter
+        self.max_depth = 0 if session is None else session.drafter.depth
+        with torch.inference_mode():
+            self.walked = self._scratch("walked", lambda: Walked.empty(self.max_depth, target.device))
+            self.record = torch.empty_like(self.walked.record, device="cpu", pin_memory=_is_gpu(target.device))
+            if session is None:
+                self.bonus = self._scratch("bonus", lambda: torch.zeros(1, dtype=torch.int64, device=target.device))
+            else:
+                session.place(features)
+                self.bonus = session.buffers.bonus
+            self.bonus.fill_(bonus)
+            self.buffers.steps.zero_()
+        self._uncommitted: list[int] = []
+
+    def run(self, budget: int, *, chain: bool = False) -> DeviceRound:
+        """A whole round as one piece of captured work. budget: drafted nodes, 0 for plain decoding."""
+        count = self._count(budget, chain)
+        return self._finish(self._captured("round", count, chain, partial(self._round, count, chain)), count)
+
+    @torch.inference_mode()
+    def draft(self, budget: int) -> Drafted:
+        """The first half of a round whose budget is chosen in between: commit, draft, build the widest tree."""
+        count = self._count(budget, False)
+        self._captured("draft", count, False, partial(self._draft, count, False))()
+        tree = self.tree(count)
+        fields = tree.scores, tree.parents, tree.depths, tree.token_ids
+        packed = torch.stack([field.double() for field in fields]).cpu()  # waits for the draft
+        scores, *rest = packed[:, : int(tree.num_nodes)]
+        return Drafted(scores.tolist(), *(field.long().tolist() for field in rest))
+
+    def verify(self, budget: int, *, of: int, chain: bool = False) -> DeviceRound:
+        """The second half: verify the best `budget` nodes of the tree of `of` nodes that `draft` built, and walk.
+
+        chain: verify the drafter's most probable tokens in one line instead
+        """
+        count = self._count(budget, chain)
+        work = partial(self._verify_part, count, self._count(of, False), chain)
+        return self._finish(self._captured(("verify", of), count, chain, work), count)
+
+    @torch.inference_mode()
+    def finish(self, kept: int) -> Tensor:
+        """Commit the first `kept` nodes of the last path, where the text ends. Returns their features, [kept, F]."""
+        path = self._uncommitted[:kept]
+        self._uncommitted = []
+        features = self.buffers.features[path].clone()
+        if self.session is not None:
+            self.session.waiting = 0  # the caller has them now
+            self.session.buffers.count.zero_()
+        if path:
+            self.buffers.steps.fill_(len(path))
+            self.target.captured_commit(self.buffers, len(path))()
+            self.state.length += len(path)
+        return features
+
+    def tree(self, count: int, chain: bool = False) -> TreeBuffers:
+        """The buffers of a tree of `count` nodes, root included."""
+        kernel, device = self.target.shapes.kernel, self.target.device
+
+        def new() -> TreeBuffers:
+            tree = TreeBuffers.empty(count, kernel, device)
+            if count == 1:  # the root alone: only its token changes
+                for name, value in (("parents", -1), ("depths", 0), ("scores", 0), ("ancestors", 1), ("num_nodes", 1)):
+                    getattr(tree, name).fill_(value)
+                tree.rows.copy_(torch.arange(kernel))
+            return tree
+
+        return self._scratch(("tree", count, chain), new)
+
+    def _round(self, count: int, chain: bool) -> None:
+        self._draft(count, chain)
+        self._verify(self.tree(count, chain), count)
+
+    def _draft(self, count: int, chain: bool) -> None:
+        """Commit the last round's path, give the drafter its features, draft and build."""
+        self.buffers.commit(self._path_size)
+        context = None if self.session is None else self.session.buffers
+        tree = self.tree(count, chain)
+        if count == 1:
+            if context is not None:
+                self.drafter.append(context, context.features, context.count)
+            tree.token_ids.copy_(self.bonus)
+            return
+        self.drafter.draft(context)
+        values, ids = top_candidates(context.logits, 1 if chain else count - 1)
+        build_tree(values, ids, self.bonus, budget=count - 1, out=tree)
+
+    def _verify_part(self, count: int, of: int, chain: bool) -> None:
+        """Verify the first nodes of a wider tree, or a chain that takes its tokens from the same draft."""
+        tree = self.tree(of)
+        if chain:
+            tree = self.tree(count, True)
+            values, ids = top_candidates(self.session.buffers.logits, 1)
+            build_tree(values, ids, self.bonus, budget=count - 1, out=tree)
+        self._verify(tree, count)
+
+    def _verify(self, tree: TreeBuffers, count: int) -> None:
+        """Verify, walk, and leave path, steps, bonus and features where the next round finds them."""
+        buffers, walked = self.buffers, self.walked
+        seen = tree.ancestors[:count, :count].view(torch.bool)
+        nodes = Nodes(tree.token_ids[:count], tree.depths[:count], tree.rows[:count], seen)
+        self.target.step(buffers, nodes, 0 if count == 1 else self._depth)
+        choices = buffers.logits[:count].argmax(-1)
+        num_nodes = tree.num_nodes.clamp(max=count)
+        walk(nodes.token_ids, tree.parents[:count], choices, num_nodes=num_nodes, max_depth=self.max_depth, out=walked)
+        buffers.path[: self.max_depth + 1].copy_(walked.path)
+        buffers.steps.copy_(walked.steps)
+        self.bonus.copy_(walked.bonus)
+        if self.session is not None:
+            context = self.session.buffers
+            context.features[: self.max_depth + 1] = buffers.features.index_select(0, walked.path)
+            context.count.copy_(walked.steps)
+
+    @torch.inference_mode()
+    def _finish(self, work: Captured, count: int) -> DeviceRound:
+        """Run the work that ends a round and read its record: the one wait of a round."""
+        work()
+        self.record.copy_(self.walked.record, non_blocking=True)
+        if _is_gpu(self.target.device):
+            torch.cuda.current_stream().synchronize()
+        steps, _, *rest = self.record.tolist()
+        path, tokens = rest[:steps], rest[self.max_depth + 1 :][:steps]
+        self.state.length += len(self._uncommitted)
+        self._uncommitted = path
+        if self.session is not None:
+            self.session.count(steps)
+        return DeviceRound(path, tokens, count)
+
+    def _captured(self, kind, count: int, chain: bool, work: Callable[[], None]) -> Captured:
+        """Captured work over these buffers. Its warm-up repeats a round, so the buffers' small registers are put back."""
+        key = ("round", kind, count, chain, None if self.session is None else id(self.session.buffers))
+        if key not in self.buffers.graphs:
+            with torch.inference_mode():
+                registers = [self.buffers.steps, self.buffers.length, self.buffers.path, self.bonus]
+                if self.session is not None:
+                    context = self.session.buffers
+                    registers += [context.length, context.count, context.features]
+                kept = [register.clone() for register in registers]
+                self.buffers.steps.zero_()  # a commit of nothing, as often as it runs
+                self.buffers.graphs[key] = Captured(work, self.target.device, self.target._pool)
+                for register, value in zip(registers, kept, strict=True):
+                    register.copy_(value)
+        return self.buffers.graphs[key]
+
+    def _count(self, budget: int, chain: bool) -> int:
+        return 1 + (min(budget, self.max_depth) if chain else budget if self.max_depth else 0)
+
+    @property
+    def _depth(self) -> int:
+        return USUAL_DEPTH if self.max_depth <= USUAL_DEPTH else MAX_DEPTH
+
+    @property
+    def _path_size(self) -> int:
+        return 1 if self.session is None else self.max_depth + 1
+
+    def _scratch(self, key, new: Callable[[], object]) -> object:
+        if key not in self.buffers.scratch:
+            with torch.inference_mode():
+                self.buffers.scratch[key] = new()
+        return self.buffers.scratch[key]
+
+
+def _is_gpu(device: torch.device) -> bool:
+    return device.type == "cuda"

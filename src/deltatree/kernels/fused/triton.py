@@ -1,0 +1,234 @@
+"""The steps between a layer's products, in Triton: one program a row, or a row and head."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from deltatree.kernels.chaining import chaining
+
+
+@triton.jit
+def _add_norm_kernel(
+    residual, update, weight, out, eps, srn, srh, sun, sup, suh, son, soh,
+    H: tl.constexpr, PARTS: tl.constexpr, ZERO_CENTRED: tl.constexpr, BLOCK_H: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    h = tl.arange(0, BLOCK_H)
+    on = h < H
+    x = tl.load(residual + row * srn + h * srh, mask=on, other=0.0)
+    dtype = x.dtype
+    if PARTS > 0:
+        added = tl.load(update + row * sun + h * suh, mask=on, other=0.0).to(tl.float32)
+        for part in tl.static_range(1, PARTS):
+            added += tl.load(update + row * sun + part * sup + h * suh, mask=on, other=0.0).to(tl.float32)
+        x = (x.to(tl.float32) + added.to(dtype).to(tl.float32)).to(dtype)
+        tl.store(residual + row * srn + h * srh, x, mask=on)
+    wide = x.to(tl.float32)
+    wide = wide * tl.rsqrt(tl.sum(wide * wide, 0) / H + eps)
+    factor = tl.load(weight + h, mask=on, other=0.0)
+    if ZERO_CENTRED:
+        normed = wide * (1.0 + factor.to(tl.float32))
+    else:
+        normed = factor.to(tl.float32) * wide.to(dtype).to(tl.float32)
+    tl.store(out + row * son + h * soh, normed.to(dtype), mask=on)
+
+
+def add_norm(
+    residual: Tensor,
+    update: Tensor | None,
+    *,
+    weight: Tensor,
+    eps: float,
+    zero_centred: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """As the reference."""
+    nodes, size = residual.shape
+    out = torch.empty_like(residual) if out is None else out
+    parts = None if update is None else (update[:, None] if update.dim() == 2 else update)
+    _add_norm_kernel[(nodes,)](
+        residual, parts, weight, out, eps, *residual.stride(), *((0, 0, 0) if parts is None else parts.stride()),
+        *out.stride(), H=size, PARTS=0 if parts is None else parts.shape[1], ZERO_CENTRED=zero_centred,
+        BLOCK_H=triton.next_power_of_2(size), num_warps=8 if size > 1024 else 4, **chaining(residual.device),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _gated_norm_kernel(
+    x, z, weight, out, eps, sxn, sxh, sxv, szn, szh, szv, son,
+    V: tl.constexpr, BLOCK_V: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    v = tl.arange(0, BLOCK_V)
+    on = v < V
+    gate = tl.load(z + row * szn + head * szh + v * szv, mask=on, other=0.0)
+    wide = tl.load(x + row * sxn + head * sxh + v * sxv, mask=on, other=0.0).to(gate.dtype).to(tl.float32)
+    wide = wide * tl.rsqrt(tl.sum(wide * wide, 0) / V + eps)
+    factor = tl.load(weight + v, mask=on, other=0.0).to(tl.float32)
+    normed = (factor * wide.to(gate.dtype).to(tl.float32)).to(gate.dtype).to(tl.float32)
+    gate = gate.to(tl.float32)
+    tl.store(out + row * son + head * V + v, normed * gate * tl.sigmoid(gate), mask=on)
+
+
+def gated_norm(x: Tensor, z: Tensor, *, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+    """As the reference."""
+    nodes, heads, dim = x.shape
+    out = torch.empty(nodes, heads * dim, dtype=z.dtype, device=z.device) if out is None else out
+    _gated_norm_kernel[(nodes, heads)](
+        x, z, weight, out, eps, *x.stride(), *z.stride(), out.stride(0),
+        V=dim, BLOCK_V=triton.next_power_of_2(dim), num_warps=1, **chaining(x.device),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _norm_rotate_kernel(
+    x, keys, values, depths, length, length_here, count, frequencies, scaling, q_weight, k_weight, eps, out,
+    sxn, skh, skr, skd, svh, svr, svd, son, soh,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
+    GATED: tl.constexpr, ZERO_CENTRED: tl.constexpr, BLOCK_D: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
+    node, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    d = tl.arange(0, BLOCK_D)
+    on = d < D
+    start = length_here
+    if length is not None:
+        start = tl.load(length)
+    start = tl.cast(start, tl.int64)
+    if count is not None:
+        start += tl.load(count).to(tl.int64)
+    row = start + node
+    width: tl.constexpr = HEADS * D * (2 if GATED else 1)
+    is_query = head < HEADS
+    key_head = head - HEADS
+    if head >= HEADS + KEY_HEADS:
+        value_head = (head - HEADS - KEY_HEADS).to(tl.int64)
+        value = tl.load(x + node * sxn + width + KEY_HEADS * D + value_head * D + d, mask=on, other=0.0)
+        tl.store(values + value_head * svh + row * svr + d * svd, value, mask=on)
+    else:
+        base = tl.where(is_query, head * (2 * D if GATED else D), width + key_head * D)
+        # The other half of a rotated pair: dimension d of the first half goes with d + HALF.
+        partner = tl.where(d < HALF, d + HALF, tl.where(d < 2 * HALF, d - HALF, d))
+        here = x + node * sxn + base
+        mine, other = tl.load(here + d, mask=on, other=0.0), tl.load(here + partner, mask=on, other=0.0)
+        dtype = mine.dtype
+        if k_weight is not None:
+            wide = mine.to(tl.float32)
+            norm = tl.rsqrt(tl.sum(wide * wide, 0) / D + eps)
+            weight = k_weight
+            if q_weight is not None:
+                weight = tl.where(is_query, q_weight, k_weight)
+            factor = tl.load(weight + d, mask=on, other=0.0).to(tl.float32)
+            other_factor = tl.load(weight + partner, mask=on, other=0.0).to(tl.float32)
+            if ZERO_CENTRED:
+                mine = (wide * norm * (1.0 + factor)).to(dtype)
+                other = (other.to(tl.float32) * norm * (1.0 + other_factor)).to(dtype)
+            else:
+                mine = (factor * (wide * norm).to(dtype).to(tl.float32)).to(dtype)
+                other = (other_factor * (other.to(tl.float32) * norm).to(dtype).to(tl.float32)).to(dtype)
+        turned = d < 2 * HALF
+        position = (start + tl.load(depths + node).to(tl.int64)).to(tl.float32)
+        angle = position * tl.load(frequencies + d % HALF, mask=turned, other=0.0)
+        cos, sin = tl.where(turned, tl.cos(angle) * scaling, 1.0), tl.where(turned, tl.sin(angle) * scaling, 0.0)
+        sin = tl.where(d < HALF, -sin, sin)
+        rotated = (mine.to(tl.float32) * cos + other.to(tl.float32) * sin).to(dtype)
+        if is_query:
+            tl.store(out + node * son + head * soh + d, rotated, mask=on)
+        else:
+            tl.store(keys + key_head.to(tl.int64) * skh + row * skr + d * skd, rotated, mask=on)
+
+
+def norm_rotate(
+    x: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    depths: Tensor,
+    length: Tensor | int,
+    frequencies: Tensor,
+    scaling: float = 1.0,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    zero_centred: bool = False,
+    num_heads: int,
+    gated: bool = False,
+    count: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """As the reference, angles in float32."""
+    nodes = x.shape[0]
+    key_heads, _, dim = keys.shape
+    out = x.new_empty(nodes, num_heads, dim) if out is None else out
+    on_device = isinstance(length, torch.Tensor)
+    _norm_rotate_kernel[(nodes, num_heads + 2 * key_heads)](
+        x, keys, values, depths, length if on_device else None, 0 if on_device else length, count, frequencies, scaling,
+        q_weight, k_weight, eps, out, x.stride(0), *keys.stride(), *values.stride(), out.stride(0), out.stride(1),
+        HEADS=num_heads, KEY_HEADS=key_heads, D=dim, HALF=frequencies.numel(), GATED=gated, ZERO_CENTRED=zero_centred,
+        BLOCK_D=triton.next_power_of_2(dim), num_warps=1 if dim <= 128 else 2, **chaining(x.device),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _output_gate_kernel(
+    x, gate, out, sxn, sxh, sxd, sgn, sgh, sgd, son,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    d = tl.arange(0, BLOCK_D)
+    on = d < D
+    value = tl.load(x + row * sxn + head * sxh + d * sxd, mask=on, other=0.0).to(tl.float32)
+    value *= tl.sigmoid(tl.load(gate + row * sgn + head * sgh + d * sgd, mask=on, other=0.0).to(tl.float32))
+    tl.store(out + row * son + head * D + d, value, mask=on)
+
+
+def output_gate(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """As the reference."""
+    nodes, heads, dim = x.shape
+    out = x.new_empty(nodes, heads * dim) if out is None else out
+    _output_gate_kernel[(nodes, heads)](
+        x, gate, out, *x.stride(), *gate.stride(), out.stride(0),
+        D=dim, BLOCK_D=triton.next_power_of_2(dim), num_warps=1 if dim <= 128 else 2, **chaining(x.device),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _swiglu_kernel(x, out, size, sxn, son, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    on = at < size
+    gate = tl.load(x + row * sxn + at, mask=on, other=0.0).to(tl.float32)
+    up = tl.load(x + row * sxn + size + at, mask=on, other=0.0).to(tl.float32)
+    tl.store(out + row * son + at, gate * tl.sigmoid(gate) * up, mask=on)
+
+
+def swiglu(x: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """As the reference."""
+    nodes, size = x.shape[0], x.shape[1] // 2
+    out = x.new_empty(nodes, size) if out is None else out
+    _swiglu_kernel[(nodes, triton.cdiv(size, 1024))](
+        x, out, size, x.stride(0), out.stride(0), BLOCK=1024, num_warps=4, **chaining(x.device)
+    )
+    return out

@@ -1,0 +1,85 @@
+"""Rounds on the device are the rounds of the host: same tokens, same paths, same state; here uncaptured, on the CPU."""
+
+import pytest
+import torch
+from checkpoints import drafter_config, save_drafter
+from tiny import VOCAB
+
+from deltatree.decode import Ending, Sampler, decode
+from deltatree.decode.device import DeviceRounds
+from deltatree.drafter import FastDFlashDrafter, NoDrafter, load_drafter, read_drafter_config
+from deltatree.models import FastTarget, ReferenceTarget
+from deltatree.tree import best_first, chain, no_draft
+
+PROMPT = [(7 * i + 3) % VOCAB for i in range(30)]
+
+
+@pytest.fixture
+def pair(hybrid, tmp_path):
+    config = read_drafter_config(str(save_drafter(tmp_path, drafter_config())))
+    target = FastTarget(ReferenceTarget(hybrid, config.taps), context_length=256, buckets=(1, 8, 24, 40))
+    return target, FastDFlashDrafter(load_drafter(config, target), context_length=200)
+
+
+def host_rounds(target, drafter, policy, budget, count=40):
+    ending = Ending(count)
+    rounds = decode(target, drafter, PROMPT, build_tree=policy, budget=budget, ending=ending, sampler=Sampler())
+    return [(r.token_ids, r.num_nodes) for r in rounds]
+
+
+def started(target, drafter):
+    state = target.new_state()
+    verified = target.prefill(PROMPT, state)
+    session = drafter.start() if drafter else None
+    return state, DeviceRounds(target, state, session, verified.features, int(verified.logits.argmax()))
+
+
+@pytest.mark.parametrize("budget, is_chain", [(0, False), (7, True), (1, False), (16, False), (31, False)])
+def test_every_round_is_the_hosts(pair, budget, is_chain):
+    target, drafter = pair
+    policy = chain if is_chain else best_first if budget else no_draft
+    expected = host_rounds(target, drafter if budget else NoDrafter(VOCAB), policy, budget)
+    state, rounds = started(target, drafter)
+    for token_ids, num_nodes in expected[1:-1]:
+        ours = rounds.run(budget, chain=is_chain)
+        assert ours.token_ids == token_ids and ours.num_nodes == num_nodes
+    emitted = sum(len(tokens) for tokens, _ in expected[:-1])
+    rounds.finish(len(rounds._uncommitted))
+    assert state.length == int(state.buffers.length) == len(PROMPT) + emitted - 1
+
+
+def test_plain_decoding_needs_no_drafter(pair):
+    target, _ = pair
+    expected = [token for tokens, _ in host_rounds(target, NoDrafter(VOCAB), no_draft, 0) for token in tokens]
+    _, rounds = started(target, None)
+    assert [rounds.run(0).token_ids[0] for _ in range(39)] == expected[1:]
+
+
+def test_budgets_may_change_and_drafting_may_rest(pair):
+    """Chosen between draft and verify, skipped, a chain now and then: the text stays plain decoding's."""
+    target, drafter = pair
+    truth = [token for tokens, _ in host_rounds(target, NoDrafter(VOCAB), no_draft, 0, 60) for token in tokens]
+    _, rounds = started(target, drafter)
+    text = truth[:1]
+    for budget in (0, 0, 5, 31, 0, 1, 16, 0, 0, 7):
+        if budget:
+            drafted = rounds.draft(31)
+            assert len(drafted.scores) == 32 and drafted.scores == sorted(drafted.scores, reverse=True)
+            text += rounds.verify(budget, of=31, chain=budget == 7).token_ids
+        else:
+            text += rounds.run(0).token_ids
+    assert text == truth[: len(text)]
+    assert rounds.session.length + rounds.session.waiting == len(PROMPT) + len(text) - 1
+
+
+def test_a_cut_path_leaves_the_state_of_its_kept_nodes(pair):
+    target, drafter = pair
+    state, rounds = started(target, drafter)
+    emitted = rounds.run(16).token_ids
+    features = rounds.finish(1)
+    fresh = target.new_state()
+    first = int(target.prefill(PROMPT, fresh).logits.argmax())
+    expected = target.prefill([first], fresh)
+    assert state.length == fresh.length == len(PROMPT) + 1 and emitted
+    torch.testing.assert_close(features, expected.features, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(state.buffers.matrices, fresh.buffers.matrices, atol=1e-4, rtol=1e-4)
