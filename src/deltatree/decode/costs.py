@@ -27,8 +27,8 @@ class RoundCosts:
     """Seconds of a round. Until something is measured, a guess: a draft costs half a plain round, a node 3% of one.
 
     node_counts: sizes whose costs are told apart, rising from 1; the root counts
-    captured: a forward runs at the next larger of these sizes; otherwise costs in between are interpolated, and
-        a measured size teaches its neighbours
+    captured: a forward runs at the next larger of these sizes, and each has its own cost, cliffs included; otherwise any
+        size may run, and costs lie on a smooth curve
     clock: seconds that rounds are timed with; one that only counts this program's own is steadier on a shared machine
     """
 
@@ -47,6 +47,7 @@ class RoundCosts:
         self._drafted: dict[int, np.ndarray] = {0: guess}
         self._plain_seen: dict[int, int] = {0: 0}
         self._drafted_seen: dict[int, np.ndarray] = {0: np.zeros(self.node_counts.size)}
+        self._fits: dict[int, np.ndarray] = {}
 
     @property
     def pace_factor(self) -> float:
@@ -61,12 +62,32 @@ class RoundCosts:
     def drafted(self, num_nodes: np.ndarray, context: int) -> np.ndarray:
         """Seconds of rounds that draft and verify so many nodes, root included; never falling with the nodes."""
         self._reach(context)
-        curve = np.exp(self.pace + np.maximum.accumulate(self._drafted[_doubling(context)]))
+        doubling = _doubling(context)
         if self.captured:
-            return curve[np.minimum(np.searchsorted(self.node_counts, num_nodes), curve.size - 1)]
-        slope = (curve[-1] - curve[-2]) / (self.node_counts[-1] - self.node_counts[-2]) if curve.size > 1 else 0.0
-        beyond = np.maximum(np.asarray(num_nodes) - self.node_counts[-1], 0)
-        return np.interp(num_nodes, self.node_counts, curve) + slope * beyond
+            places = np.minimum(np.searchsorted(self.node_counts, num_nodes), self.node_counts.size - 1)
+            return self.pace_factor * np.maximum.accumulate(np.exp(self._drafted[doubling]))[places]
+        if doubling not in self._fits:
+            self._fits[doubling] = self._fit(doubling)
+        num_nodes = np.asarray(num_nodes)
+        constant, by_node, by_doubling = self.pace_factor * self._fits[doubling]
+        return constant + by_node * (num_nodes - 1) + by_doubling * np.log2(num_nodes)
+
+    def _fit(self, doubling: int) -> np.ndarray:
+        """A constant, a share of each node and one of each doubling of the nodes, none of them negative: [3] seconds.
+
+        Noise would otherwise make some sizes look cheap beside their neighbours, and just these would be chosen.
+        """
+        measured = np.exp(self._drafted[doubling])
+        weights = np.sqrt(self._drafted_seen[doubling] + 0.1) / measured
+        counts = self.node_counts
+        columns = np.stack([np.ones(counts.size), counts - 1.0, np.log2(counts)], axis=1) * weights[:, None]
+        found = np.zeros(3)
+        for terms in ([0, 1, 2], [0, 1], [0]):
+            found[:] = 0
+            found[terms] = np.linalg.lstsq(columns[:, terms], measured * weights, rcond=None)[0]
+            if (found >= 0).all():
+                break
+        return found
 
     def num_plain(self, context: int) -> int:
         """Plain rounds that have been measured at about this context."""
@@ -86,6 +107,7 @@ class RoundCosts:
         doubling = _doubling(context)
         shares, seen = self._shares(num_nodes), self._drafted_seen[doubling]
         seen += shares
+        self._fits.pop(doubling, None)
         self._drafted[doubling] += shares * surprise * np.maximum(1 / (seen + 2), _SHAPE_RATE)
         self.pace += _PACE_RATE * surprise
 
@@ -100,6 +122,7 @@ class RoundCosts:
         self.pace = 0.0
         self._plain, self._drafted = {0: math.log(plain_seconds)}, {0: np.log(curve)}
         self._plain_seen, self._drafted_seen = {0: 2}, {0: np.full(self.node_counts.size, 2.0)}
+        self._fits.clear()
 
     def _surprise(self, seconds: float, expected: float) -> float:
         """How much longer than expected, as a logarithm; a hiccup counts no more than a third."""
