@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from deltatree.decode.options import DEFAULT_BUDGET, GenerateOptions
+from deltatree.decode.options import AUTO, DEFAULT_BUDGET, GenerateOptions
 from deltatree.errors import OptionError, PromptError
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def custom_generate(
     generation_config=None,
     drafter: DFlashDrafter | str | None = None,
     method: str = "ddtree",
-    budget: int = DEFAULT_BUDGET,
+    budget: int | str = DEFAULT_BUDGET,
     tree: str = "best-first",
     on_tokens: Callable[[list[int]], object] | None = None,
     **model_kwargs,
@@ -69,6 +69,8 @@ def custom_generate(
     from transformers.generation.utils import GenerateDecoderOnlyOutput
 
     from deltatree.decode import Ending, Sampler, decode
+    from deltatree.decode.auto import Experience
+    from deltatree.decode.calibration import round_costs
     from deltatree.decode.methods import plan
     from deltatree.models.reference import ReferenceTarget
 
@@ -88,7 +90,11 @@ def custom_generate(
         so_far = torch.tensor([prompt + new_ids], device=input_ids.device)
         return bool(stopping_criteria(so_far, None).all()) and len(new_ids) < max_new_tokens
 
-    session_drafter, build_tree, budget = plan(options, drafter, target.vocab_size)
+    is_auto = method == "ddtree" and budget == AUTO and drafter is not None
+    if is_auto and drafter.experience is None:
+        drafter.experience = Experience(round_costs(target, drafter, (model.name_or_path, drafter.config.source)))
+    experience = drafter.experience if is_auto else None
+    session_drafter, build_tree, budget = plan(options, drafter, target.vocab_size, experience)
     sampler = Sampler(logits_processor or None, torch.Generator() if generation_config.do_sample else None)
     if sampler.generator is not None:  # follow torch.manual_seed, as generate does
         sampler.generator.manual_seed(int(torch.randint(1 << 62, ())))

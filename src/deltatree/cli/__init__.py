@@ -10,6 +10,7 @@ from deltatree.cli.bench import bench, chart
 from deltatree.cli.demo import demo
 from deltatree.cli.generate import generate
 from deltatree.cli.inspect import inspect
+from deltatree.cli.plan import plan
 from deltatree.cli.serve import serve
 from deltatree.errors import DeltatreeError
 
@@ -26,6 +27,7 @@ app.command()(generate)
 app.command()(inspect)
 app.command()(bench)
 app.command()(chart)
+app.command()(plan)
 app.command()(serve)
 
 

@@ -2,7 +2,7 @@
 
 from deltatree.tree.accept import Acceptance, accept, walk
 from deltatree.tree.draft_tree import DraftTree, ancestors, chain_tree, path_to
-from deltatree.tree.policies import POLICIES, best_first, chain, no_draft, top_candidates
+from deltatree.tree.policies import POLICIES, best_first, best_first_scored, chain, no_draft, scores_of, top_candidates
 
 __all__ = [
     "POLICIES",
@@ -11,10 +11,12 @@ __all__ = [
     "accept",
     "ancestors",
     "best_first",
+    "best_first_scored",
     "chain",
     "chain_tree",
     "no_draft",
     "path_to",
+    "scores_of",
     "top_candidates",
     "walk",
 ]

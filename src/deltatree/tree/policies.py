@@ -60,9 +60,17 @@ def best_first(log_probs: Tensor, *, root: int, budget: int) -> DraftTree:
 
     log_probs: [D, vocab] float32. Source: Ringel and Romano 2026, arXiv:2604.12989, algorithm 1.
     """
+    return best_first_scored(log_probs, root=root, budget=budget)[0]
+
+
+def best_first_scored(log_probs: Tensor, *, root: int, budget: int) -> tuple[DraftTree, Tensor]:
+    """`best_first` with every node's score: log-probability of its prefix, [N] float64, the root's 0, never rising.
+
+    The tree for a smaller budget is the first nodes of the tree for a larger one.
+    """
     num_depths = log_probs.shape[0]
     if budget <= 0 or num_depths == 0:
-        return chain_tree([root])
+        return chain_tree([root]), torch.zeros(1, dtype=torch.float64)
     values, ids = top_candidates(log_probs, budget)
     value, token = values.float().tolist(), ids.tolist()
     width = len(token[0])
@@ -82,7 +90,23 @@ def best_first(log_probs: Tensor, *, root: int, budget: int) -> DraftTree:
             heapq.heappush(heap, (-sibling, (*ranks[:-1], rank + 1), parent))
         if depth < num_depths:
             heapq.heappush(heap, (-_float32(scores[node] + value[depth][0]), (*ranks, 0), node))
-    return DraftTree(torch.tensor(tokens), torch.tensor(parents), torch.tensor(depths))
+    tree = DraftTree(torch.tensor(tokens), torch.tensor(parents), torch.tensor(depths))
+    return tree, torch.tensor(scores, dtype=torch.float64)
+
+
+def scores_of(tree: DraftTree, log_probs: Tensor) -> Tensor:
+    """Log-probability of every node's prefix under the marginals, [N] float64, the root's 0: any tree's scores.
+
+    log_probs: [D, vocab], those that the tree was built from.
+    """
+    scores = torch.zeros(len(tree), dtype=torch.float64)
+    if len(tree) > 1:
+        rows, columns = (index[1:].to(log_probs.device) for index in (tree.depths - 1, tree.token_ids))
+        scores[1:] = log_probs[rows, columns].cpu().double()
+    for depth in range(2, tree.max_depth + 1):
+        nodes = (tree.depths == depth).nonzero()[:, 0]
+        scores[nodes] += scores[tree.parents[nodes]]
+    return scores
 
 
 def _float32(number: float) -> float:
