@@ -21,4 +21,7 @@ def plan(
         raise OptionError(f"method {options.method!r} needs a drafter; load one, or use method 'ar'")
     if options.method == "dflash":
         return drafter, chain, drafter.depth
-    return drafter, POLICIES[options.tree], options.budget
+    policy = POLICIES[options.tree]
+    if isinstance(policy, type):  # it learns: each generation has its own
+        policy = policy()
+    return drafter, policy, options.budget
