@@ -26,6 +26,8 @@ def plan(
     if options.method == "dflash":
         return drafter, chain, drafter.depth
     policy = POLICIES[options.tree]
+    if isinstance(policy, type):  # it learns: each generation has its own
+        policy = policy()
     if options.budget != AUTO:
         return drafter, policy, options.budget
     experience = experience or Experience()

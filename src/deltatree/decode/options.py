@@ -11,7 +11,7 @@ from deltatree.errors import OptionError
 METHODS = ("ar", "dflash", "ddtree")
 """Plain decoding, DFlash (a chain), DDTree (a tree): three policies of one loop."""
 
-TREES = ("chain", "best-first")
+TREES = ("chain", "best-first", "calibrated")
 AUTO = "auto"
 DEFAULT_BUDGET = AUTO
 
