@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from deltatree.drafter.protocol import Drafter
     from deltatree.models.protocol import Target
     from deltatree.text import Prompt, TextStream
+    from deltatree.transitions import TransitionTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,7 @@ class Pair:
         self.target, self.tokenizer, self.drafter = target, tokenizer, drafter
         self.stop_ids = stop_ids
         self.names = names  # of target and drafter, as the user gave them
+        self._transitions: dict[str, TransitionTable] = {}
 
     def encode(
         self, prompt: Prompt, *, raw: bool = False, thinking: bool | None = None, tools: list[dict] | None = None
@@ -85,6 +87,17 @@ class Pair:
         from deltatree.text import encode_prompt
 
         return encode_prompt(self.tokenizer, prompt, raw=raw, thinking=thinking, tools=tools)
+
+    def transitions(self, options: GenerateOptions) -> TransitionTable | None:
+        """The table that the options' tree needs, if any: read once, or written now. Raises CheckpointError, MismatchError."""
+        if not options.uses_transitions:
+            return None
+        choice = options.transitions
+        if choice not in self._transitions:
+            from deltatree.transitions import table_for
+
+            self._transitions[choice] = table_for(choice, self.names[0], self.target.model, self.tokenizer)
+        return self._transitions[choice]
 
     def rounds(
         self, prompt_ids: list[int], options: GenerateOptions, conversation: Conversation | None = None
@@ -106,7 +119,7 @@ class Pair:
 
         check_prompt(prompt_ids, self.target)
         vocab_size = self.target.vocab_size
-        drafter, build_tree, budget = plan(options, self.drafter, vocab_size)
+        drafter, build_tree, budget = plan(options, self.drafter, vocab_size, self.transitions(options))
         stop_ids = (frozenset() if options.ignore_eos else self.stop_ids) | frozenset(options.stop_token_ids)
         bad_words = self._bad_words(options)
         for token in [*(options.logit_bias or ()), *options.stop_token_ids, *(t for word in bad_words for t in word)]:

@@ -11,6 +11,7 @@ from deltatree.cli.demo import demo
 from deltatree.cli.generate import generate
 from deltatree.cli.inspect import inspect
 from deltatree.cli.serve import serve
+from deltatree.cli.transitions import transitions
 from deltatree.errors import DeltatreeError
 
 app = typer.Typer(
@@ -27,6 +28,7 @@ app.command()(inspect)
 app.command()(bench)
 app.command()(chart)
 app.command()(serve)
+app.command()(transitions)
 
 
 def main() -> None:
