@@ -87,12 +87,12 @@ def test_a_hybrid_draws_the_tokens_of_plain_sampling(hybrid):
 
 def test_options_choose_the_policy():
     table, drafter = TransitionTable.empty(VOCAB, num_buckets=16), RandomDrafter(VOCAB)
-    _, policy, budget = plan(GenerateOptions(tree="transitions", budget=9), drafter, VOCAB, table)
+    _, policy, budget = plan(GenerateOptions(tree="transitions", budget=9), drafter, VOCAB, transitions=table)
     assert isinstance(policy, TransitionTree) and not policy.is_chain and budget == 9
-    _, policy, _ = plan(GenerateOptions(tree="transitions-chain"), drafter, VOCAB, table)
+    _, policy, _ = plan(GenerateOptions(tree="transitions-chain", budget=9), drafter, VOCAB, transitions=table)
     assert policy.is_chain
     for tree, plain in (("transitions", "best-first"), ("transitions-chain", "chain")):
-        _, policy, _ = plan(GenerateOptions(tree=tree, transitions="none"), drafter, VOCAB)
-        assert policy is plan(GenerateOptions(tree=plain), drafter, VOCAB)[1]
+        _, policy, _ = plan(GenerateOptions(tree=tree, transitions="none", budget=9), drafter, VOCAB)
+        assert policy is plan(GenerateOptions(tree=plain, budget=9), drafter, VOCAB)[1]
     with pytest.raises(ValueError, match="needs a table"):
-        plan(GenerateOptions(tree="transitions"), drafter, VOCAB)
+        plan(GenerateOptions(tree="transitions", budget=9), drafter, VOCAB)

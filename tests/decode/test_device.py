@@ -44,7 +44,7 @@ def test_every_round_is_the_hosts(pair, budget, is_chain):
         ours = rounds.run(budget, chain=is_chain)
         assert ours.token_ids == token_ids and ours.num_nodes == num_nodes
     emitted = sum(len(tokens) for tokens, _ in expected[:-1])
-    rounds.finish(len(rounds._uncommitted))
+    rounds.finish(rounds.num_uncommitted)
     assert state.length == int(state.buffers.length) == len(PROMPT) + emitted - 1
 
 
@@ -83,3 +83,56 @@ def test_a_cut_path_leaves_the_state_of_its_kept_nodes(pair):
     assert state.length == fresh.length == len(PROMPT) + 1 and emitted
     torch.testing.assert_close(features, expected.features, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(state.buffers.matrices, fresh.buffers.matrices, atol=1e-4, rtol=1e-4)
+
+
+def tokens_of(rounds):
+    return [token for r in rounds for token in r.token_ids]
+
+
+@pytest.mark.parametrize("budget", ["auto", 0, 5, 31])
+def test_decode_takes_the_device_and_gives_the_hosts_text(pair, budget, monkeypatch):
+    """Through `decode`: stops in mid-round, caps, and a second turn on the held state."""
+    from deltatree.decode import stream
+    from deltatree.decode.auto import AutoBudget, Experience
+    from deltatree.decode.costs import RoundCosts
+
+    target, drafter = pair
+    truth = [token for tokens, _ in host_rounds(target, NoDrafter(VOCAB), no_draft, 0, 60) for token in tokens]
+    taken = []
+    monkeypatch.setattr(
+        stream, "device_loop", lambda *a, _make=stream.device_loop, **k: taken.append(1) or _make(*a, **k)
+    )
+
+    def run(prompt, count, conversation=None, stop=frozenset()):
+        auto = AutoBudget(best_first, Experience(RoundCosts(target.node_buckets, captured=True)), None)
+        policy, most = (auto, 31) if budget == "auto" else (best_first if budget else no_draft, budget)
+        return list(
+            decode(
+                target, drafter, prompt, build_tree=policy, budget=most, ending=Ending(count, stop), sampler=Sampler(),
+                conversation=conversation,
+            )
+        )  # fmt: skip
+
+    for count in (1, 2, 7, 60):
+        assert tokens_of(run(PROMPT, count)) == truth[:count]
+    ends = run(PROMPT, 60, stop=frozenset([truth[20]]))
+    assert tokens_of(ends) == truth[: truth.index(truth[20]) + 1] and ends[-1].ended == "stop"
+    assert taken
+
+    talk = stream.Conversation()
+    first = tokens_of(run(PROMPT, 9, talk))
+    following = [*PROMPT, *first, 5, 6]
+    assert tokens_of(run(following, 20, talk)) == tokens_of(run(following, 20))
+    assert talk.reused_length == len(PROMPT) + len(first) - 1
+
+
+def test_past_the_drafters_context_decoding_goes_on_plainly(hybrid, tmp_path):
+    config = read_drafter_config(str(save_drafter(tmp_path, drafter_config())))
+    target = FastTarget(ReferenceTarget(hybrid, config.taps), context_length=120, buckets=(1, 8, 24))
+    drafter = FastDFlashDrafter(load_drafter(config, target), context_length=60)
+    truth = [token for tokens, _ in host_rounds(target, NoDrafter(VOCAB), no_draft, 0, 89) for token in tokens]
+    rounds = list(
+        decode(target, drafter, PROMPT, build_tree=best_first, budget=16, ending=Ending(200), sampler=Sampler())
+    )
+    assert tokens_of(rounds) == truth[: len(tokens_of(rounds))] and len(tokens_of(rounds)) >= 89
+    assert {r.num_nodes for r in rounds[1:]} == {1, 17} and rounds[-1].ended == "length"

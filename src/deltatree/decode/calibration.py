@@ -78,6 +78,8 @@ def measure(
 class _Schedule:
     """A policy that goes through sizes, and notes what their rounds take."""
 
+    is_schedule = True  # its trees are best-first ones, which may be built on the device
+
     def __init__(self, node_counts: list[int], clock: Callable[[], float]) -> None:
         self.clock = clock
         self.sizes = [0, *node_counts] * _PASSES  # 0: plain
@@ -99,6 +101,17 @@ class _Schedule:
 
     def __call__(self, log_probs: Tensor, *, root: int, budget: int) -> DraftTree:
         return best_first(log_probs, root=root, budget=max(self.sizes[len(self.seconds)] - 1, 0))
+
+    @property
+    def widest(self) -> int:
+        return max(self.sizes[len(self.seconds)] - 1, 0)
+
+    def choose(self, tree: object, chain: object = None) -> tuple[int, bool]:
+        """As `AutoBudget.choose`, where rounds stay on the device."""
+        return self.sizes[len(self.seconds)], False
+
+    def learn(self, path: list[int], num_nodes: int) -> None:
+        """Nothing: only times count here."""
 
     def finish(self) -> None:
         self.seconds.append((self.sizes[len(self.seconds)], self.clock() - self._started))

@@ -15,13 +15,21 @@ import torch
 from torch import Tensor
 
 from deltatree.capture import Captured
+from deltatree.decode.acceptance import Drafts
+from deltatree.decode.auto import AutoBudget
+from deltatree.decode.round import Round
+from deltatree.decode.sampling import Sampler
+from deltatree.drafter import FastDFlashDrafter, NoDrafter
 from deltatree.drafter.fast_dflash import FastSession
+from deltatree.drafter.protocol import Drafter
 from deltatree.kernels.candidates import top_candidates
 from deltatree.kernels.tree_build import TreeBuffers, build_tree
 from deltatree.kernels.walk import Walked, walk
 from deltatree.models.fast import USUAL_DEPTH, FastTarget
+from deltatree.models.protocol import Target
 from deltatree.state import Nodes, StaticState
 from deltatree.state.static import MAX_DEPTH
+from deltatree.tree import DraftTree, best_first, chain, no_draft
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +65,7 @@ class DeviceRounds:
         self.drafter = None if session is None else session.drafter
         self.max_depth = 0 if session is None else session.drafter.depth
         with torch.inference_mode():
-            self.walked = self._scratch("walked", lambda: Walked.empty(self.max_depth, target.device))
+            self.walked = self._scratch(("walked", self.max_depth), lambda: Walked.empty(self.max_depth, target.device))
             self.record = torch.empty_like(self.walked.record, device="cpu", pin_memory=_is_gpu(target.device))
             if session is None:
                 self.bonus = self._scratch("bonus", lambda: torch.zeros(1, dtype=torch.int64, device=target.device))
@@ -107,6 +115,16 @@ class DeviceRounds:
             self.target.captured_commit(self.buffers, len(path))()
             self.state.length += len(path)
         return features
+
+    @property
+    def num_uncommitted(self) -> int:
+        """Nodes of the last path, which the next round commits."""
+        return len(self._uncommitted)
+
+    def without_session(self) -> DeviceRounds:
+        """The same generation from here on without its drafter."""
+        features = self.finish(self.num_uncommitted)
+        return DeviceRounds(self.target, self.state, None, features, int(self.bonus))
 
     def tree(self, count: int, chain: bool = False) -> TreeBuffers:
         """The buffers of a tree of `count` nodes, root included."""
@@ -213,6 +231,81 @@ class DeviceRounds:
             with torch.inference_mode():
                 self.buffers.scratch[key] = new()
         return self.buffers.scratch[key]
+
+
+class DeviceLoop:
+    """The rounds of one generation as `decode` wants them, on the device.
+
+    build_tree: `no_draft`, `chain`, `best_first`, or a policy that chooses its budget between draft and verify (`choose`)
+    session: the drafter's, None or a resting one for plain decoding    last: prefill
+    """
+
+    def __init__(
+        self,
+        target: FastTarget,
+        state: StaticState,
+        session: FastSession | None,
+        last: Round,
+        *,
+        build_tree: Callable[..., DraftTree],
+        budget: int,
+    ) -> None:
+        self.target, self.state, self.policy, self.budget = target, state, build_tree, budget
+        self.rounds = DeviceRounds(target, state, session, last.features, last.bonus)
+        self.nothing = last.features[:0]  # of a round's committed tokens the drafter has seen all
+
+    @staticmethod
+    def covers(target: Target, drafter: Drafter, build_tree: Callable[..., DraftTree], sampler: Sampler) -> bool:
+        """Whether these rounds emit what `decode_round` would: greedy, nothing processed, a tree that is built on the device."""
+        if not isinstance(target, FastTarget) or not isinstance(drafter, (FastDFlashDrafter, NoDrafter)):
+            return False
+        plain = sampler.processor is None and sampler.generator is None and sampler.constraint is None
+        drafts = sampler.draft_processor is None and sampler.draft_filter is None
+        policy = build_tree.policy if isinstance(build_tree, AutoBudget) else build_tree
+        return plain and drafts and (policy in (no_draft, chain, best_first) or hasattr(policy, "is_schedule"))
+
+    def round(self, cut: Callable[[list[int]], tuple[int, str | None]], *, may_draft: bool) -> Round:
+        """One round. cut: how many of the new tokens to keep, and why the text ends. may_draft: the block has a place."""
+        num_graphs = len(self.rounds.buffers.graphs)
+        if self.rounds.session is not None and not may_draft:
+            self.rounds = self.rounds.without_session()
+        if self.rounds.session is None:
+            done = self._plain()
+        elif hasattr(self.policy, "choose"):
+            done = self._chosen()
+        else:
+            done = self.rounds.run(self.budget, chain=self.policy is chain)
+        kept, ended = cut(done.token_ids)
+        features = self.rounds.finish(kept) if ended is not None else self.nothing
+        if hasattr(self.policy, "finish") and len(self.rounds.buffers.graphs) == num_graphs:
+            self.policy.finish()  # a round that captured something took a time that says nothing
+        depth = 0 if done.num_nodes == 1 else self.rounds.max_depth
+        return Round(done.token_ids[:kept], len(done.path), features, done.num_nodes, depth, ended)
+
+    @property
+    def length(self) -> int:
+        """Committed tokens, those of the last path included."""
+        return self.state.length + self.rounds.num_uncommitted
+
+    def _plain(self) -> DeviceRound:
+        if hasattr(self.policy, "wants_draft"):
+            self.policy.wants_draft(self.length, 0)
+        return self.rounds.run(0)
+
+    def _chosen(self) -> DeviceRound:
+        """Draft, let the policy choose by the scores, verify what it chose."""
+        if not self.policy.wants_draft(self.length, self.rounds.session.waiting):
+            return self.rounds.run(0)
+        widest = next(size for size in (*WIDEST, self.budget) if size >= min(self.policy.widest, self.budget))
+        drafted = self.rounds.draft(widest)
+        size, is_chain = self.policy.choose(Drafts.of(drafted.parents, drafted.depths, drafted.scores))
+        done = self.rounds.verify(size - 1, of=widest, chain=is_chain)
+        self.policy.learn(done.path, size)
+        return done
+
+
+WIDEST = (16, 32, 64, 128)
+"""Sizes of the trees to choose from, so that few are captured; the budget is the last."""
 
 
 def _is_gpu(device: torch.device) -> bool:

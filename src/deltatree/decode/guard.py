@@ -33,6 +33,11 @@ class GuardedSession:
         self.failure: str | None = None  # why it stopped drafting, if it failed
         self._accepted: deque[int] | None = deque(maxlen=WATCHED_ROUNDS)  # drafted tokens a round; None once warned
 
+    @property
+    def inner(self) -> DraftSession | None:
+        """The drafter's own session; None once drafting has ended."""
+        return self._session
+
     def propose(self, features: Tensor, *, bonus: int) -> Tensor:
         """As `DraftSession.propose`; without rows if drafting has ended, now or before."""
         if self._session is None:

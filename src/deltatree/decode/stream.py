@@ -13,7 +13,7 @@ from torch import Tensor
 from deltatree.decode.guard import GuardedSession
 from deltatree.decode.round import Round, decode_round
 from deltatree.decode.sampling import Sampler
-from deltatree.drafter.protocol import Drafter
+from deltatree.drafter.protocol import Drafter, DraftSession
 from deltatree.drafter.scripted import NoDrafter
 from deltatree.errors import PromptError
 from deltatree.models.protocol import Target
@@ -115,6 +115,22 @@ def check_prompt(prompt_ids: list[int], target: Target) -> None:
         )
 
 
+def covers_device(target: Target, *args) -> bool:
+    """Whether the rounds may stay on the device. Only a target with captured work is looked at closer."""
+    if not hasattr(target, "captured_verify"):
+        return False
+    from deltatree.decode.device import DeviceLoop
+
+    return DeviceLoop.covers(target, *args)
+
+
+def device_loop(target: Target, state: TreeState, session: DraftSession | None, last: Round, **options):
+    """The rounds of one generation on the device."""
+    from deltatree.decode.device import DeviceLoop, FastSession
+
+    return DeviceLoop(target, state, session if isinstance(session, FastSession) else None, last, **options)
+
+
 def decode(
     target: Target,
     drafter: Drafter,
@@ -149,6 +165,7 @@ def decode(
     del held, verified, features
     if hasattr(build_tree, "begin"):
         build_tree.begin(prompt_ids)
+    device = None
     while True:
         if conversation is not None:
             conversation._held = _Held(target, drafter, state, session, last.features, prompt_ids, ending.new_ids)
@@ -157,7 +174,15 @@ def decode(
             return
         if conversation is not None:
             conversation._held = None  # while a round runs the state is in motion
-        if state.length + drafter.depth >= drafter.context_length:  # its block has no place left
+        length = state.length if device is None else device.length
+        may_draft = length + drafter.depth < drafter.context_length  # else its block has no place left
+        if device is None and covers_device(target, drafter, build_tree, sampler):
+            device = device_loop(target, state, session.inner, last, build_tree=build_tree, budget=budget)
+        if device is not None:
+            last = device.round(ending.cut, may_draft=may_draft)
+            session.watch(last.acceptance_length, last.num_nodes)
+            continue
+        if not may_draft:
             session.rest()
         history = prompt_ids + ending.new_ids
         before = last.features
