@@ -134,5 +134,5 @@ def test_past_the_drafters_context_decoding_goes_on_plainly(hybrid, tmp_path):
     rounds = list(
         decode(target, drafter, PROMPT, build_tree=best_first, budget=16, ending=Ending(200), sampler=Sampler())
     )
-    assert tokens_of(rounds) == truth[: len(tokens_of(rounds))] and len(tokens_of(rounds)) >= 89
+    assert tokens_of(rounds)[:89] == truth and len(tokens_of(rounds)) == 90
     assert {r.num_nodes for r in rounds[1:]} == {1, 17} and rounds[-1].ended == "length"

@@ -79,12 +79,14 @@ class DeviceRounds:
     def run(self, budget: int, *, chain: bool = False) -> DeviceRound:
         """A whole round as one piece of captured work. budget: drafted nodes, 0 for plain decoding."""
         count = self._count(budget, chain)
+        self._prepare(count)
         return self._finish(self._captured("round", count, chain, partial(self._round, count, chain)), count)
 
     @torch.inference_mode()
     def draft(self, budget: int) -> Drafted:
         """The first half of a round whose budget is chosen in between: commit, draft, build the widest tree."""
         count = self._count(budget, False)
+        self._prepare(count)
         self._captured("draft", count, False, partial(self._draft, count, False))()
         tree = self.tree(count)
         fields = tree.scores, tree.parents, tree.depths, tree.token_ids
@@ -214,6 +216,10 @@ class DeviceRounds:
                 for register, value in zip(registers, kept, strict=True):
                     register.copy_(value)
         return self.buffers.graphs[key]
+
+    def _prepare(self, count: int) -> None:
+        if count > 1:
+            self.session.prepare(self.state.length + self.num_uncommitted)
 
     def _count(self, budget: int, chain: bool) -> int:
         return 1 + (min(budget, self.max_depth) if chain else budget if self.max_depth else 0)

@@ -78,10 +78,14 @@ class FastDFlashDrafter:
         return not config.attention_bias and not narrow
 
     def start(self) -> FastSession:
+        return FastSession(self, self.take_buffers())
+
+    def take_buffers(self) -> _Buffers:
+        """Buffers of a session that has ended, or new ones."""
         with torch.inference_mode():
             buffers = self._free.pop() if self._free else _Buffers(self)
             buffers.clear()
-        return FastSession(self, buffers)
+        return buffers
 
     def append(self, buffers: _Buffers, features: Tensor, count: Tensor | None) -> None:
         """Keys and values of newly committed tokens, behind `buffers.length`. features: [n, F]
@@ -175,6 +179,9 @@ class FastSession:
         self.waiting = len(features) - before
         buffers.features[: self.waiting] = features[before:]
         buffers.count.fill_(self.waiting)
+
+    def prepare(self, length: int) -> None:
+        """Called before every draft on the device; for sessions that stand in for this one. length: committed tokens."""
 
     def count(self, waiting: int) -> None:
         """The captured work has appended what waited; `waiting` rows are in the buffers now."""

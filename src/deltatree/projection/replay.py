@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from deltatree.drafter import FastDFlashDrafter
+from deltatree.drafter.fast_dflash import FastSession
 from deltatree.drafter.protocol import Drafter, DraftSession
 from deltatree.projection.profiles import AFTER_SIBLING, AMONG_THREE, SECOND, Profile
 
@@ -68,6 +70,41 @@ class _ReplaySession:
             1, torch.tensor(tokens, device=me.device), torch.tensor(chances, device=me.device).clamp_(min=rest)
         )
         return probs.log_()
+
+
+class FastReplayDrafter(FastDFlashDrafter):
+    """The same where rounds stay on the device: the timed drafter's work is done there, and its logits are overwritten.
+
+    replay: what is drafted; its `timed` is a FastDFlashDrafter, whose weights are taken over
+    """
+
+    LOWEST = -16.0  # logit of every token that was not planted
+
+    def __init__(self, replay: ReplayDrafter) -> None:
+        timed = replay.timed
+        super().__init__(timed.drafter, context_length=timed.context_length, most_new=timed.most_new)
+        self.replay = replay
+        self.depth = min(self.depth, replay.depth)
+        device = self.target.device
+        self.tokens = torch.zeros(self.config.depth, 3, dtype=torch.int64, device=device)
+        self.logits = torch.zeros(self.config.depth, 3, dtype=self.target.dtype, device=device)
+
+    def start(self) -> FastSession:
+        return _FastReplaySession(self, self.take_buffers())
+
+    def draft(self, buffers) -> None:
+        super().draft(buffers)
+        buffers.logits.fill_(self.LOWEST)
+        buffers.logits.scatter_(1, self.tokens, self.logits)
+
+
+class _FastReplaySession(FastSession):
+    def prepare(self, length: int) -> None:
+        me = self.drafter.replay
+        tokens, chances = planted(me.profile, me.text[length + 1 :], me.vocab_size, f"{me.seed} {length}")
+        depth = len(tokens)
+        self.drafter.tokens[:depth].copy_(torch.tensor(tokens))
+        self.drafter.logits[:depth].copy_(torch.tensor(chances).clamp_(min=1e-6).log_())
 
 
 def planted(

@@ -16,11 +16,12 @@ from deltatree.decode.auto import Experience
 from deltatree.decode.calibration import round_costs
 from deltatree.decode.methods import plan as plan_method
 from deltatree.decode.options import AUTO
+from deltatree.drafter import FastDFlashDrafter
 from deltatree.drafter.protocol import Drafter
 from deltatree.errors import OptionError
 from deltatree.models.protocol import Target
 from deltatree.projection.profiles import Profile
-from deltatree.projection.replay import ReplayDrafter
+from deltatree.projection.replay import FastReplayDrafter, ReplayDrafter
 from deltatree.tree import no_draft
 
 NOTE = (
@@ -104,6 +105,10 @@ class _Projection:
     names: tuple[str, str]
     experience: Experience | None = None
 
+    def __post_init__(self) -> None:
+        on_device = isinstance(self.drafter.timed, FastDFlashDrafter)
+        self.drafts = FastReplayDrafter(self.drafter) if on_device else self.drafter
+
     def prompt(self, repeat: int) -> list[int]:
         draw = random.Random(f"{self.plan.seed} {repeat}")
         return [draw.randrange(self.target.vocab_size) for _ in range(self.plan.context_length)]
@@ -149,8 +154,8 @@ class _Projection:
         options = GenerateOptions(method=arm.method, budget=arm.budget, max_new_tokens=self.plan.max_new_tokens)
         if arm.budget == AUTO and self.experience is None:
             self.drafter.text = []
-            self.experience = Experience(round_costs(self.target, self.drafter, (*self.names, "projection")))
-        drafter, policy, budget = plan_method(options, self.drafter, self.target.vocab_size, self.experience)
+            self.experience = Experience(round_costs(self.target, self.drafts, (*self.names, "projection")))
+        drafter, policy, budget = plan_method(options, self.drafts, self.target.vocab_size, self.experience)
         return decode(
             self.target,
             drafter,
