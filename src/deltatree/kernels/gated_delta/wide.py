@@ -241,9 +241,8 @@ def _block_pair(
     fade = (coarse[:, None] - past_coarse[None, :]) + (fine[:, None] - past_fine[None, :])
     fade = tl.exp(tl.where(seen != 0, fade, float("-inf"))) * past_norm[None, :]
     x = tl.zeros([BLOCK_N, BLOCK_N], tl.float32)
-    y = x
+    y = tl.zeros([BLOCK_N, BLOCK_N], tl.float32)
     for side in range(0, 2):  # queries, then keys; a loop, since both at once would not fit in registers
-        y = x
         left = _rows(
             tl.where(side == 0, q, k), row, N, tl.where(side == 0, sqn, skn), tl.where(side == 0, sqk, skk), ok, mk,
             BLOCK_N,
@@ -253,6 +252,7 @@ def _block_pair(
         wide = left.to(tl.float32)
         norm = tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6) * tl.where(side == 0, scale, -gate)
         x = norm[:, None] * fade * tl.dot(left, tl.trans(past), input_precision=EXACT)
+        y = tl.where(side == 0, x, y)  # not `y = x` before the product: the loop would not see y change
     slot = head.to(tl.int64) * (num_blocks * (num_blocks + 1) // 2) + row * (row + 1) // 2 + col
     within = slot * BLOCK_N * BLOCK_N + node[:, None] * BLOCK_N + node[None, :]
     tl.store(read + within, y)
