@@ -9,6 +9,8 @@ across bands. Within a band (I + X_in)^-1 = (I - X_in)(I + X_in^2) holds exactly
 then M = (I + X_in)^-1 X_out, and u = (I + X_in)^-1 rhs - M u is final for one more band with each sweep. Squaring X as a
 whole would take fewer products, but its powers grow like binomials when keys repeat and beta nears 1, and cancel badly:
 with float32 that loses every digit at depth 32. Sweeps cannot: an entry is final once its ancestors are.
+
+Trees of more than MOST_IN_ONE_LAUNCH nodes go to `wide`, which takes two launches and no walk.
 """
 
 from __future__ import annotations

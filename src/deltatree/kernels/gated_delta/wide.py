@@ -4,18 +4,19 @@
 first launch does all of that for all blocks at once, since nothing of it needs a pseudo-value. Its programs are of two
 kinds, which do not wait for each other:
 
-    tiles of the state   commit the pending path; rhs = diag(beta) (V - diag(exp G) K S0) and diag(exp G) Q S0
-    pairs of blocks      the [BLOCK_N, BLOCK_N] tiles of X and Y = exp(G_i - G_j) (q_i . k_j), stash entries k and G;
-                         on the diagonal (I + X_rr)^-1 in place of X_rr, by bands and sweeps as in `triton`
+    tiles of the state   commit the pending path; K S0 and Q S0
+    pairs of blocks      the [BLOCK_N, BLOCK_N] tiles of -X and of Y_ij = exp(G_i - G_j) (q_i . k_j), stash entries k and
+                         G; on the diagonal (I + X_rr)^-1 in place of X_rr, by bands and sweeps as in `triton`
 
 What they find goes to scratch, which stays in the L2 cache. The second launch has one program for each [N, BLOCK_V] of
 a value head, in which a block costs few small products:
 
-    u_r = (I + X_rr)^-1 (rhs_r - sum over earlier blocks j of X_rj u_j)         out_r = carried_r + sum of Y_rj u_j
+    rhs_r = diag(beta) (V - diag(exp G) K S0)_r
+    u_r = (I + X_rr)^-1 (rhs_r - sum over earlier blocks j of X_rj u_j)     out_r = (diag(exp G) Q S0)_r + sum of Y_rj u_j
 
 Up to four blocks (a panel) are solved in registers; later panels read the pseudo-values of earlier ones back.
-No product has more than 32 rows of nodes: those of 64 become warp-group instructions on compute capability 9.0, which
-were seen to read outside shared memory.
+No product has more than 32 rows: those of 64 become warp-group instructions on compute capability 9.0, which were seen
+to read outside shared memory. (The commit's has K rows, and has always been right.)
 """
 
 from __future__ import annotations
@@ -242,9 +243,8 @@ def _block_pair(
     fade = (coarse[:, None] - past_coarse[None, :]) + (fine[:, None] - past_fine[None, :])
     fade = tl.exp(tl.where(seen != 0, fade, float("-inf"))) * past_norm[None, :]
     x = tl.zeros([BLOCK_N, BLOCK_N], tl.float32)
-    y = x
+    y = tl.zeros([BLOCK_N, BLOCK_N], tl.float32)
     for side in range(0, 2):  # queries, then keys; a loop, since both at once would not fit in registers
-        y = x
         left = _rows(
             tl.where(side == 0, q, k), row, N, tl.where(side == 0, sqn, skn), tl.where(side == 0, sqk, skk), ok, mk,
             BLOCK_N,
@@ -254,6 +254,7 @@ def _block_pair(
         wide = left.to(tl.float32)
         norm = tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6) * tl.where(side == 0, scale, -gate)
         x = norm[:, None] * fade * tl.dot(left, tl.trans(past), input_precision=EXACT)
+        y = tl.where(side == 0, x, y)
     slot = head.to(tl.int64) * (num_blocks * (num_blocks + 1) // 2) + row * (row + 1) // 2 + col
     within = slot * BLOCK_N * BLOCK_N + node[:, None] * BLOCK_N + node[None, :]
     tl.store(read + within, y)
@@ -506,7 +507,8 @@ def wide_sizes(num_nodes: int, value_dim: int, dtype: torch.dtype) -> dict[str, 
 
     SHARE: nodes for which one program reads a tile of the state; where there are more, several programs do, and the
         second launch copies the committed state    ROWS: nodes that it reads at a time
-    PREPARE_V, SOLVE_V, SOLVE_WARPS: value columns of a program of either launch, and warps of the second
+    PREPARE_V, SOLVE_V, SOLVE_WARPS: value columns of a program of either launch (SOLVE_V: at most 32, see above), and
+        warps of the second
     FOLLOWED: the second launch starts while the first ends (compute capability 9.0 and later)
     """
     block_v = min(32, max(16, triton.next_power_of_2(value_dim)))
