@@ -1,9 +1,11 @@
 """Shared by all tests: two cores are the rule here, and one thread per test process keeps timings and sums steady."""
 
 import os
+import tempfile
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="deltatree-tests-")  # what tests measure is no one else's
 
 import pytest
 import torch

@@ -9,7 +9,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from deltatree.decode.options import GenerateOptions
+from deltatree.decode.options import AUTO, GenerateOptions
 from deltatree.errors import ArchitectureError, OptionError
 from deltatree.files import SHIPPED
 
@@ -18,12 +18,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from deltatree.decode import Conversation
+    from deltatree.decode.auto import Experience
     from deltatree.decode.round import Round
+    from deltatree.decode.trace import Trace
     from deltatree.drafter.dflash import DFlashDrafter
     from deltatree.drafter.protocol import Drafter
     from deltatree.models.protocol import Target
     from deltatree.models.reference import ReferenceTarget
     from deltatree.text import Prompt, TextStream
+    from deltatree.transitions import TransitionTable
 
 
 BACKENDS = ("fast", "reference")
@@ -37,7 +40,8 @@ class Generation:
     token_ids: list[int]  # new tokens, the end token included if one stopped it
     prompt_length: int  # tokens
     method: str
-    budget: int
+    budget: int | str  # drafted nodes a round as asked for: a number, or "auto"
+    budgets: list[int]  # drafted nodes of every round
     acceptance_lengths: list[int]  # one a round: accepted drafted nodes + 1, before a stop cut it
     num_drafted: int  # nodes over all rounds, roots not counted
     prefill_seconds: float
@@ -62,7 +66,7 @@ class Generation:
     def as_dict(self) -> dict:
         """For JSON: every field and derived figure."""
         names = (
-            "text", "token_ids", "prompt_length", "method", "budget", "acceptance_lengths", "acceptance_length",
+            "text", "token_ids", "prompt_length", "method", "budget", "budgets", "acceptance_lengths", "acceptance_length",
             "rounds", "num_drafted", "tokens_per_second", "prefill_seconds", "decode_seconds", "stop_reason",
             "reused_length",
         )  # fmt: skip
@@ -83,6 +87,22 @@ class Pair:
         self.target, self.tokenizer, self.drafter = target, tokenizer, drafter
         self.stop_ids = stop_ids
         self.names = names  # of target and drafter, as the user gave them
+        self._experience: Experience | None = None
+        self._transitions: dict[str, TransitionTable] = {}
+
+    def experience(self) -> Experience:
+        """What budget `auto` knows about this pair; measured for a few seconds, or read from the cache, on first use.
+
+        Shared by all generations of the pair, and each teaches it. Raises OptionError without a drafter.
+        """
+        if self._experience is None:
+            from deltatree.decode.auto import Experience
+            from deltatree.decode.calibration import round_costs
+
+            if self.drafter is None:
+                raise OptionError("budget 'auto' needs a drafter; load one, or use method 'ar'")
+            self._experience = Experience(round_costs(self.target, self.drafter, self.names))
+        return self._experience
 
     def encode(
         self, prompt: Prompt, *, raw: bool = False, thinking: bool | None = None, tools: list[dict] | None = None
@@ -91,6 +111,17 @@ class Pair:
         from deltatree.text import encode_prompt
 
         return encode_prompt(self.tokenizer, prompt, raw=raw, thinking=thinking, tools=tools)
+
+    def transitions(self, options: GenerateOptions) -> TransitionTable | None:
+        """The table that the options' tree needs, if any: read once, or written now. Raises CheckpointError, MismatchError."""
+        if not options.uses_transitions:
+            return None
+        choice = options.transitions
+        if choice not in self._transitions:
+            from deltatree.transitions import table_for
+
+            self._transitions[choice] = table_for(choice, self.names[0], self.target.model, self.tokenizer)
+        return self._transitions[choice]
 
     def rounds(
         self, prompt_ids: list[int], options: GenerateOptions, conversation: Conversation | None = None
@@ -102,9 +133,16 @@ class Pair:
         return self.start(prompt_ids, options, conversation).rounds
 
     def start(
-        self, prompt_ids: list[int], options: GenerateOptions, conversation: Conversation | None = None
+        self,
+        prompt_ids: list[int],
+        options: GenerateOptions,
+        conversation: Conversation | None = None,
+        trace: Trace | None = None,
     ) -> Running:
-        """One generation, to be iterated for its pieces of text. Raises OptionError, PromptError."""
+        """One generation, to be iterated for its pieces of text. Raises OptionError, PromptError.
+
+        trace: told of every round
+        """
         from deltatree.decode import Ending, decode, sampler_for
         from deltatree.decode.methods import plan
         from deltatree.decode.stream import check_prompt
@@ -112,7 +150,11 @@ class Pair:
 
         check_prompt(prompt_ids, self.target)
         vocab_size = self.target.vocab_size
-        drafter, build_tree, budget = plan(options, self.drafter, vocab_size)
+        is_auto = options.method == "ddtree" and options.budget == AUTO and self.drafter is not None
+        experience = self.experience() if is_auto else None
+        drafter, build_tree, budget = plan(options, self.drafter, vocab_size, experience, self.transitions(options))
+        if trace is not None:
+            build_tree = trace.follow(build_tree)
         most = max(getattr(self.target, "node_buckets", (budget + 1,)))
         if budget + 1 > most:
             raise OptionError(
@@ -178,9 +220,10 @@ class Pair:
         on_text: Callable[[str], object] | None = None,
         *,
         conversation: Conversation | None = None,
+        trace: Trace | None = None,
     ) -> Generation:
         """Run all rounds of one generation and gather what they emitted; `on_text` gets the pieces as `stream` would."""
-        running = self.start(prompt_ids, options, conversation)
+        running = self.start(prompt_ids, options, conversation, trace)
         for piece in running:
             if piece and on_text is not None:
                 on_text(piece)
@@ -223,7 +266,7 @@ class Running:
         *,
         prompt_length: int,
         method: str,
-        budget: int,
+        budget: int | str,
         conversation: Conversation | None = None,
     ) -> None:
         self.rounds, self.text = rounds, text
@@ -231,7 +274,7 @@ class Running:
         self.conversation = conversation
         self.token_ids: list[int] = []  # all that the rounds emitted
         self.acceptance_lengths: list[int] = []
-        self.num_drafted = 0
+        self.budgets: list[int] = []  # drafted nodes of every round
         self.prefill_seconds = self.decode_seconds = 0.0
         self.reused_length = 0
         self.stop_reason: str | None = None
@@ -243,7 +286,7 @@ class Running:
             if done.num_nodes:
                 self.decode_seconds += seconds
                 self.acceptance_lengths.append(done.acceptance_length)
-                self.num_drafted += done.num_nodes - 1
+                self.budgets.append(done.num_nodes - 1)
             else:
                 self.prefill_seconds = seconds
                 self.reused_length = self.conversation.reused_length if self.conversation is not None else 0
@@ -275,8 +318,9 @@ class Running:
             prompt_length=self.prompt_length,
             method=self.method,
             budget=self.budget,
+            budgets=self.budgets,
             acceptance_lengths=self.acceptance_lengths,
-            num_drafted=self.num_drafted,
+            num_drafted=sum(self.budgets),
             prefill_seconds=self.prefill_seconds,
             decode_seconds=self.decode_seconds,
             stop_reason=self.stop_reason or "length",

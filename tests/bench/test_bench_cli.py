@@ -103,22 +103,18 @@ def test_another_runs_folder_is_refused_before_the_pair_loads(tmp_path, loads, n
     assert "it differs in plan.temperature (0.0 there, 0.5 now)" in str(refused.exception)
 
 
-def test_auto_is_a_budget_as_soon_as_decoding_knows_it():
-    from deltatree.decode.options import GenerateOptions
-
-    try:
-        GenerateOptions(budget="auto")
-    except DeltatreeError:
-        with pytest.raises(DeltatreeError, match="'auto'"):
-            BenchPlan(budgets=commands_budgets("16,auto"))
-    else:
-        assert [arm.budget for arm in BenchPlan(budgets=commands_budgets("16,auto")).arms(7)] == [0, 7, 16, "auto"]
-
-
-def commands_budgets(text: str) -> tuple:
+def test_auto_is_a_budget_among_others(tmp_path, loads, no_chart):
     from deltatree.bench.plan import parse_budgets
 
-    return parse_budgets(text)
+    assert [arm.budget for arm in BenchPlan(budgets=parse_budgets("16,auto")).arms(7)] == [0, 7, 16, "auto"]
+    done = bench(tmp_path, budgets="6,auto")
+    assert done.exit_code == 0 and "DDTree auto" in done.output
+    records = [json.loads(line) for line in (tmp_path / "out" / "records.jsonl").read_text().splitlines()]
+    for record in records:
+        assert len(record["budgets"]) == record["rounds"] and sum(record["budgets"]) == record["num_drafted"]
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    auto = next(group for group in summary["groups"] if group["budget"] == "auto")
+    assert sum(auto["budget_histogram"].values()) == auto["num_rounds"]
 
 
 def test_the_command_and_the_chart_load_no_model_library():

@@ -210,7 +210,10 @@ class _Bench:
         return sample.dataset, sample.id, turn, arm.method, arm.budget
 
     def _warm_up(self) -> None:
-        """Every arm at full length, so that compilers, caches and allocators are done before anything counts."""
+        """Every arm at full length, so that compilers, caches and allocators are done before anything counts.
+
+        Budget `auto` measures what rounds cost, and learns its first figures here.
+        """
         prompt_ids = self.encode(self.samples[0], [])
         for arm in self.arms:
             for _ in self.pair.rounds(prompt_ids, self.plan.options(arm)):
@@ -275,6 +278,7 @@ class _Bench:
             decode_seconds=decode_seconds,
             acceptance_lengths=[r.acceptance_length for r in rest],
             num_drafted=sum(r.num_nodes - 1 for r in rest),
+            budgets=[r.num_nodes - 1 for r in rest],
             stop_reason=(done[-1].ended if done else None) or "length",
             verdict="identical",
             stage_seconds=stage_seconds,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from deltatree.decode.options import METHODS, GenerateOptions
+from deltatree.decode.options import AUTO, METHODS, GenerateOptions
 from deltatree.errors import OptionError
 
 DEFAULTS = GenerateOptions()
@@ -32,8 +32,9 @@ class BenchPlan:
     """
 
     methods: tuple[str, ...] = METHODS
-    budgets: tuple[int | str, ...] = (16, 64)  # drafted nodes a round; each is one ddtree arm
+    budgets: tuple[int | str, ...] = (16, 64, AUTO)  # drafted nodes a round; each is one ddtree arm
     tree: str = DEFAULTS.tree
+    transitions: str = DEFAULTS.transitions  # for trees of that name
     max_new_tokens: int = DEFAULTS.max_new_tokens
     temperature: float = 0.0
     top_k: int = 0
@@ -55,7 +56,7 @@ class BenchPlan:
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise OptionError(f"{name}={value!r} is not possible; give a whole number of at least 0")
         if "ddtree" in self.methods and not self.budgets:
-            raise OptionError("method 'ddtree' needs at least one budget, e.g. --budgets 16,64")
+            raise OptionError("method 'ddtree' needs at least one budget, e.g. --budgets 16,64,auto")
         for arm in self.arms(depth=0):
             self.options(arm)
 
@@ -79,6 +80,7 @@ class BenchPlan:
             method=arm.method,
             budget=arm.budget,
             tree=self.tree,
+            transitions=self.transitions,
             temperature=self.temperature,
             top_k=self.top_k,
             top_p=self.top_p,
@@ -104,10 +106,12 @@ def parse_methods(text: str) -> tuple[str, ...]:
 def parse_budgets(text: str) -> tuple[int | str, ...]:
     """`16,64,auto`: whole numbers of drafted nodes, or `auto`. Raises OptionError."""
     budgets: list[int | str] = []
-    for item in _items(text, "budgets", "16,64"):
-        if item != "auto" and not item.isdecimal():
-            raise OptionError(f"budget {item!r} is not a whole number of drafted nodes; write e.g. --budgets 16,64")
-        budgets.append(item if item == "auto" else int(item))
+    for item in _items(text, "budgets", "16,64,auto"):
+        if item != AUTO and not item.isdecimal():
+            raise OptionError(
+                f"budget {item!r} is not a whole number of drafted nodes, nor auto; write e.g. --budgets 16,64,auto"
+            )
+        budgets.append(item if item == AUTO else int(item))
     return tuple(dict.fromkeys(budgets))
 
 

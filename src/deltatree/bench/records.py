@@ -11,7 +11,7 @@ import errno
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 
 from deltatree.bench.plan import Arm
@@ -40,7 +40,7 @@ class Record:
     sample: str
     turn: int
     method: str
-    budget: int | str  # drafted nodes a round: 0 for ar, the drafter's depth for dflash
+    budget: int | str  # drafted nodes a round: 0 for ar, the drafter's depth for dflash; "auto" is chosen each round
     tree: str  # policy of ddtree
     thinking: bool
     prompt_length: int  # tokens
@@ -54,6 +54,7 @@ class Record:
     divergence: Divergence | None = None
     stage_seconds: dict[str, float] | None = None  # of a second pass with stage timing, prefill excluded
     peak_bytes: int | None = None  # device memory, CUDA only
+    budgets: list[int] | None = None  # drafted nodes of every round; None in records of earlier versions
 
     @property
     def key(self) -> Key:
@@ -95,8 +96,8 @@ class Record:
 
     @classmethod
     def from_row(cls, row: dict) -> Record:
-        known = {field.name: row[field.name] for field in fields(cls)}
-        if known["divergence"] is not None:
+        known = {f.name: row[f.name] for f in fields(cls) if f.name in row or f.default is MISSING}
+        if known.get("divergence") is not None:
             known["divergence"] = Divergence(**known["divergence"])
         return cls(**known)
 

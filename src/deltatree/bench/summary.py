@@ -89,6 +89,7 @@ def _group(name: str, arm: Arm, rows: list[Record]) -> dict:
         "num_tokens": sum(len(record.token_ids) for record in own),
         "num_rounds": len(rounds),
         "num_drafted": sum(record.num_drafted for record in own),
+        "budget_histogram": {str(budget): count for budget, count in sorted(_budgets(own).items())},
         "tokens_per_second": _speed(own),
         "speedup": _speedup(own, [record for record in rows if record.method == "ar"]),
         "speedup_over_dflash": _speedup(own, [record for record in rows if record.method == "dflash"]),
@@ -105,6 +106,11 @@ def _group(name: str, arm: Arm, rows: list[Record]) -> dict:
         "peak_bytes": max((record.peak_bytes for record in own if record.peak_bytes is not None), default=None),
         "verdicts": verdict_counts(own) if arm.method != "ar" else None,
     }
+
+
+def _budgets(records: list[Record]) -> Counter[int]:
+    """How many rounds drafted how many nodes."""
+    return Counter(budget for record in records for budget in record.budgets or ())
 
 
 def _spread(values: list[float]) -> dict:
@@ -171,6 +177,7 @@ def summary_tables(summary: dict) -> Iterator:
         "vs DFlash",
         "accepted",
         "per request",
+        "nodes",
         "ms/round",
     ]
     names = dict.fromkeys(group["dataset"] for group in summary["groups"])
@@ -199,6 +206,7 @@ def _cells(group: dict) -> Iterator[str]:
     yield number(over.get("token_weighted"), ".2f")
     yield number(group["acceptance_length"]["token_weighted"], ".2f")
     yield number(group["acceptance_length"]["per_request"], ".2f")
+    yield number(group["num_drafted"] / group["num_rounds"] if group["num_rounds"] else None, ".1f")
     yield number(group["milliseconds_per_round"], ".1f")
     verdicts = group["verdicts"]
     yield ", ".join(f"{count} {name}" for name, count in verdicts.items() if count) if verdicts else "baseline"

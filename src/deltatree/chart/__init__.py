@@ -1,5 +1,6 @@
-"""One picture of one or more bench runs. Reads records, nothing else."""
+"""Pictures of bench runs and of one generation's trace. Reads records, nothing else."""
 
 from deltatree.chart.draw import draw_chart
+from deltatree.chart.trace import draw_trace
 
-__all__ = ["draw_chart"]
+__all__ = ["draw_chart", "draw_trace"]

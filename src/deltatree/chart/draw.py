@@ -174,7 +174,7 @@ def _on_bar(ax: Axes, x: float, speedup: float | None, acceptance: float | None)
 def _arm_label(group: dict) -> str:
     if group["method"] == "dflash":
         return f"DFlash (chain of {group['budget']})"
-    return "DDTree, budget chosen" if group["budget"] == "auto" else f"DDTree, {group['budget']} nodes"
+    return "DDTree, auto" if group["budget"] == "auto" else f"DDTree, {group['budget']} nodes"
 
 
 def _acceptance_over_budget(ax: Axes, runs: list[ChartRun]) -> None:

@@ -10,7 +10,9 @@ from deltatree.cli.bench import bench, chart
 from deltatree.cli.demo import demo
 from deltatree.cli.generate import generate
 from deltatree.cli.inspect import inspect
+from deltatree.cli.plan import plan
 from deltatree.cli.serve import serve
+from deltatree.cli.transitions import transitions
 from deltatree.errors import DeltatreeError
 
 app = typer.Typer(
@@ -26,7 +28,9 @@ app.command()(generate)
 app.command()(inspect)
 app.command()(bench)
 app.command()(chart)
+app.command()(plan)
 app.command()(serve)
+app.command()(transitions)
 
 
 def main() -> None:

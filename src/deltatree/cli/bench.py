@@ -38,9 +38,14 @@ def bench(
     drafter: DrafterOption = None,
     samples: Annotated[int, typer.Option(help="Samples of each data set.")] = 20,
     max_new_tokens: Annotated[int, typer.Option(help="Never a token more, in every turn.")] = 512,
-    budgets: Annotated[str, typer.Option(help="Drafted nodes a round, one ddtree arm each.")] = "16,64",
+    budgets: Annotated[
+        str, typer.Option(help="Drafted nodes a round, one ddtree arm each; auto decides it every round.")
+    ] = "16,64,auto",
     methods: Annotated[str, typer.Option(help="What to compare; ar always runs as the baseline.")] = ",".join(METHODS),
     tree: Annotated[str, typer.Option(help=f"Tree policy of ddtree: {', '.join(TREES)}.")] = "best-first",
+    transitions: Annotated[
+        str, typer.Option(help="Table of the trees `transitions...`: auto (cached, or written now), none, or a file.")
+    ] = "auto",
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Keep the most probable tokens up to this mass; 1 keeps all.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Keep this many tokens; 0 keeps all.")] = 0,
@@ -70,6 +75,7 @@ def bench(
         methods=parse_methods(methods),
         budgets=parse_budgets(budgets),
         tree=tree,
+        transitions=transitions,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_k=top_k,
@@ -99,13 +105,24 @@ def bench(
 
 
 def chart(
-    runs: Annotated[list[Path], typer.Argument(help="Folders of bench runs, shown side by side.")],
+    runs: Annotated[list[Path] | None, typer.Argument(help="Folders of bench runs, shown side by side.")] = None,
     out: Annotated[Path, typer.Option(help="The picture: .png, .svg or .pdf.")] = Path("chart.png"),
+    trace: Annotated[
+        Path | None, typer.Option(help="Draw a generation instead: the FILE of deltatree generate --trace.")
+    ] = None,
+    round_number: Annotated[
+        int | None, typer.Option("--round", help="Whose tree to show. [default: the one that accepted most]")
+    ] = None,
 ) -> None:
-    """Draw one or more bench runs: speedup, acceptance length, stage shares."""
-    from deltatree.chart import draw_chart
+    """Draw bench runs (speedup, acceptance length, stage shares), or one generation's trace (a tree, budgets)."""
+    from deltatree.chart import draw_chart, draw_trace
+    from deltatree.errors import OptionError
 
-    for file in draw_chart(runs, out):
+    if trace is None and round_number is not None:
+        raise OptionError("--round chooses a round of a trace; name its file with --trace")
+    if trace is not None and runs:
+        raise OptionError("draw either bench runs or a trace; leave one of them out")
+    for file in draw_chart(runs or [], out) if trace is None else draw_trace(trace, out, round_number):
         print(file)
 
 

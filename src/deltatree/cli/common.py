@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from deltatree.decode.options import AUTO
 from deltatree.errors import OptionError, PromptError
 from deltatree.files import SHIPPED
 
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 TargetOption = Annotated[str, typer.Option("--target", help="Target: a folder, a hub id, or 'shipped'.")]
 DrafterOption = Annotated[
     str | None, typer.Option("--drafter", help="DFlash drafter: a folder, a hub id, or 'shipped'. [default: none]")
+]
+BudgetOption = Annotated[
+    str, typer.Option("--budget", help="Drafted nodes a round, for ddtree; auto decides it every round.")
 ]
 DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ... [default: a GPU if there is one]")]
 DtypeOption = Annotated[
@@ -70,14 +74,12 @@ def progress(what: str) -> Iterator[None]:
         yield
 
 
-def parse_budget(text: str) -> int:
-    """A whole number of drafted nodes. Raises OptionError, also for `auto`, which does not exist yet."""
+def parse_budget(text: str) -> int | str:
+    """A whole number of drafted nodes, or `auto`. Raises OptionError."""
     try:
-        return int(text)
+        return text if text == AUTO else int(text)
     except ValueError:
-        if text == "auto":
-            raise OptionError("budget 'auto' does not exist yet; give a whole number of drafted nodes") from None
-        raise OptionError(f"budget {text!r} is not a whole number of drafted nodes; try 32") from None
+        raise OptionError(f"budget {text!r} is not a whole number of drafted nodes; try 32, or auto") from None
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:

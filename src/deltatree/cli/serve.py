@@ -10,6 +10,7 @@ import typer
 
 from deltatree.cli.common import (
     BackendOption,
+    BudgetOption,
     ContextOption,
     DeviceOption,
     DrafterOption,
@@ -17,8 +18,9 @@ from deltatree.cli.common import (
     TargetOption,
     load_pair,
     parse_budget,
+    progress,
 )
-from deltatree.decode.options import DEFAULT_BUDGET, METHODS, TREES, GenerateOptions
+from deltatree.decode.options import AUTO, DEFAULT_BUDGET, METHODS, TREES, GenerateOptions
 from deltatree.errors import OptionError
 from deltatree.files import SHIPPED
 
@@ -33,7 +35,7 @@ def serve(
         str | None, typer.Option(envvar="DELTATREE_API_KEY", show_envvar=True, help="Ask clients for this key.")
     ] = None,
     method: Annotated[str, typer.Option(help=f"One of {', '.join(METHODS)}.")] = "ddtree",
-    budget: Annotated[str, typer.Option(help="Drafted nodes a round, for ddtree.")] = str(DEFAULT_BUDGET),
+    budget: BudgetOption = DEFAULT_BUDGET,
     tree: Annotated[str, typer.Option(help=f"Tree policy of ddtree: {', '.join(TREES)}.")] = "best-first",
     max_new_tokens: Annotated[int, typer.Option(help="Where a request names no limit of its own.")] = 1024,
     max_queue: Annotated[int, typer.Option(help="Requests that may wait; beyond it 429.")] = 64,
@@ -75,7 +77,11 @@ def serve(
     if host not in ("127.0.0.1", "::1", "localhost") and api_key is None:
         print(f"warning: {host} may be open to others, and no --api-key is set", file=sys.stderr)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(message)s")
-    app = create_app(load_pair(target, drafter, device, dtype, backend, context_length), config)
+    pair = load_pair(target, drafter, device, dtype, backend, context_length)
+    app = create_app(pair, config)
+    if config.defaults.method == "ddtree" and config.defaults.budget == AUTO:
+        with progress("measuring what rounds cost here"):
+            pair.experience()
     server = uvicorn.Server(
         uvicorn.Config(
             app,

@@ -11,8 +11,11 @@ from deltatree.errors import OptionError
 METHODS = ("ar", "dflash", "ddtree")
 """Plain decoding, DFlash (a chain), DDTree (a tree): three policies of one loop."""
 
-TREES = ("chain", "best-first")
-DEFAULT_BUDGET = 32
+TREES = ("chain", "best-first", "calibrated", "transitions", "transitions-chain")
+TRANSITION_TREES = {"transitions": "best-first", "transitions-chain": "chain"}
+"""Trees that score by the target's own transitions -> what they are without them."""
+AUTO = "auto"
+DEFAULT_BUDGET = AUTO
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,8 +24,9 @@ class GenerateOptions:
 
     max_new_tokens: int = 512
     method: str = "ddtree"
-    budget: int = DEFAULT_BUDGET  # drafted nodes a round, root not counted; for ddtree
+    budget: int | str = DEFAULT_BUDGET  # drafted nodes a round, root not counted, or "auto"; for ddtree
     tree: str = "best-first"  # policy of ddtree
+    transitions: str = "auto"  # for trees of that name: auto (cached, else written now), none, or a table's file
     temperature: float = 0.0  # 0 is greedy
     top_k: int = 0  # 0 keeps all
     top_p: float = 1.0  # 1 keeps all
@@ -41,14 +45,15 @@ class GenerateOptions:
     grammar: str | None = None  # the text is of this Lark grammar. Extra `structured`
 
     def __post_init__(self) -> None:
-        if self.budget == "auto":
-            raise OptionError("budget 'auto' does not exist yet; give a whole number of drafted nodes, e.g. 32")
         _whole("max_new_tokens", self.max_new_tokens, 1)
-        _whole("budget", self.budget, 0)
+        if self.budget != AUTO:
+            _whole("budget", self.budget, 0, or_else=", or 'auto'")
         _whole("top_k", self.top_k, 0)
         _whole("min_new_tokens", self.min_new_tokens, 0)
         _one_of("method", self.method, METHODS)
         _one_of("tree", self.tree, TREES)
+        if not isinstance(self.transitions, str) or not self.transitions:
+            raise OptionError(f"transitions={self.transitions!r} is not possible; give auto, none, or a table's file")
         _within("temperature", self.temperature, 0, 100)
         _within("min_p", self.min_p, 0, 1)
         _within("top_p", self.top_p, 0, 1)
@@ -106,14 +111,23 @@ class GenerateOptions:
         return self.temperature < 1e-4 or self.top_k == 1
 
     @property
+    def uses_transitions(self) -> bool:
+        return (
+            self.method == "ddtree"
+            and self.budget != 0
+            and self.tree in TRANSITION_TREES
+            and self.transitions != "none"
+        )
+
+    @property
     def is_structured(self) -> bool:
         return self.json_schema is not None or self.grammar is not None
 
 
-def _whole(name: str, value, least: int, most: int | None = None) -> None:
+def _whole(name: str, value, least: int, most: int | None = None, or_else: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
         limits = f"of at least {least}" if most is None else f"from {least} to {most}"
-        raise OptionError(f"{name}={value!r} is not possible; give a whole number {limits}")
+        raise OptionError(f"{name}={value!r} is not possible; give a whole number {limits}{or_else}")
 
 
 def _within(name: str, value, low: float, high: float) -> None:

@@ -21,7 +21,9 @@ class Round:
 
     token_ids: list[int]  # emitted: accepted drafted tokens, then the bonus token, cut where the text ends
     acceptance_length: int  # accepted drafted nodes + 1, before any cut; 0 for prefill
-    features: Tensor  # [committed, F], of the tokens that this round made part of the state
+    features: (
+        Tensor  # [n, F], of committed tokens that the drafter has not seen: this round's, and those while it rested
+    )
     num_nodes: int  # verified, root included; 0 for prefill
     depth: int = 0  # of the deepest drafted node
     ended: str | None = None  # "stop" or "length" if this round ends the text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -128,7 +128,8 @@ def decode(
 ) -> Iterator[Round]:
     """Yield prefill and then every round, until the text ends. Closing the iterator early frees the state.
 
-    build_tree: a tree policy; one that learns while running also has `begin(prompt_ids)` and `observe` (see `tree.policies`)
+    build_tree: a tree policy; one that learns while running also has `begin(prompt_ids)` and `observe` (see `tree.policies`),
+        and one that chooses its budget `wants_draft(context, num_features)` before each round and `finish()` after it
     conversation: where to continue from if the prompt extends it, and where to leave the state at the end or when closed
     """
     check_prompt(prompt_ids, target)
@@ -159,10 +160,12 @@ def decode(
         if state.length + drafter.depth >= drafter.context_length:  # its block has no place left
             session.rest()
         history = prompt_ids + ending.new_ids
+        before = last.features
+        rests = hasattr(build_tree, "wants_draft") and not build_tree.wants_draft(state.length, len(before))
         last = decode_round(
             target,
             state,
-            session,
+            NoDrafter(target.vocab_size).start() if rests else session,
             last,
             build_tree=partial(sampler.draft, build_tree, history=history),
             budget=budget,
@@ -173,3 +176,7 @@ def decode(
             observe=getattr(build_tree, "observe", None),
         )
         session.watch(last.acceptance_length, last.num_nodes)
+        if rests:  # the drafter has not seen these yet: it gets them when it drafts again
+            last = replace(last, features=torch.cat([before, last.features]))
+        if hasattr(build_tree, "finish"):
+            build_tree.finish()

@@ -128,6 +128,7 @@ class DFlashDrafter:
         self.context_length = model.config.context_length
         block = torch.full((model.config.block_size,), model.config.mask_token_id)
         self.mask_embedding = target.embed(block[:1])  # [1, hidden]
+        self.experience = None  # what budget `auto` has learned with it; kept here by `custom_generate`
 
     def start(self) -> _DFlashSession:
         return _DFlashSession(self)

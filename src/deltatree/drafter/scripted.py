@@ -51,7 +51,21 @@ class NoDrafter(ScriptedDrafter):
     """Proposes nothing: plain decoding."""
 
     def __init__(self, vocab_size: int) -> None:
-        super().__init__(lambda committed, bonus: torch.empty(0, vocab_size), depth=0)
+        self.nothing = torch.empty(0, vocab_size)
+        super().__init__(lambda committed, bonus: self.nothing, depth=0)
+
+    def start(self) -> _SilentSession:
+        return _SilentSession(self.nothing)
+
+
+@dataclass
+class _SilentSession:
+    """Keeps no features, however long the text."""
+
+    nothing: Tensor
+
+    def propose(self, features: Tensor, *, bonus: int) -> Tensor:
+        return self.nothing
 
 
 class RightDrafter(ScriptedDrafter):

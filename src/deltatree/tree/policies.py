@@ -15,25 +15,9 @@ from ctypes import c_float
 import torch
 from torch import Tensor
 
+from deltatree.tree.calibrated import Calibrated
+from deltatree.tree.candidates import top_candidates
 from deltatree.tree.draft_tree import DraftTree, chain_tree
-
-
-def top_candidates(log_probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k best tokens of every row, best first, equal values by the lower token id, on every device alike.
-
-    log_probs: [D, vocab]. Returns values [D, k] and token ids [D, k], on the CPU.
-    """
-    k = min(k, log_probs.shape[-1])
-    values, ids = log_probs.topk(k, dim=-1)
-    # topk breaks ties as it likes. Where the k-th value is shared by tokens left outside, sort the row in full.
-    crowded = ((log_probs >= values[:, -1:]).sum(-1) > k).tolist()
-    values, ids = values.cpu(), ids.cpu()
-    for row in (r for r, tied in enumerate(crowded) if tied):
-        full, order = log_probs[row].cpu().sort(descending=True, stable=True)
-        values[row], ids[row] = full[:k], order[:k]
-    ids, by_id = ids.sort(dim=-1)
-    values, by_value = values.gather(-1, by_id).sort(dim=-1, descending=True, stable=True)
-    return values, ids.gather(-1, by_value)
 
 
 def no_draft(log_probs: Tensor, *, root: int, budget: int) -> DraftTree:
@@ -60,9 +44,17 @@ def best_first(log_probs: Tensor, *, root: int, budget: int) -> DraftTree:
 
     log_probs: [D, vocab] float32. Source: Ringel and Romano 2026, arXiv:2604.12989, algorithm 1.
     """
+    return best_first_scored(log_probs, root=root, budget=budget)[0]
+
+
+def best_first_scored(log_probs: Tensor, *, root: int, budget: int) -> tuple[DraftTree, Tensor]:
+    """`best_first` with every node's score: log-probability of its prefix, [N] float64, the root's 0, never rising.
+
+    The tree for a smaller budget is the first nodes of the tree for a larger one.
+    """
     num_depths = log_probs.shape[0]
     if budget <= 0 or num_depths == 0:
-        return chain_tree([root])
+        return chain_tree([root]), torch.zeros(1, dtype=torch.float64)
     values, ids = top_candidates(log_probs, budget)
     value, token = values.float().tolist(), ids.tolist()
     width = len(token[0])
@@ -82,7 +74,23 @@ def best_first(log_probs: Tensor, *, root: int, budget: int) -> DraftTree:
             heapq.heappush(heap, (-sibling, (*ranks[:-1], rank + 1), parent))
         if depth < num_depths:
             heapq.heappush(heap, (-_float32(scores[node] + value[depth][0]), (*ranks, 0), node))
-    return DraftTree(torch.tensor(tokens), torch.tensor(parents), torch.tensor(depths))
+    tree = DraftTree(torch.tensor(tokens), torch.tensor(parents), torch.tensor(depths))
+    return tree, torch.tensor(scores, dtype=torch.float64)
+
+
+def scores_of(tree: DraftTree, log_probs: Tensor) -> Tensor:
+    """Log-probability of every node's prefix under the marginals, [N] float64, the root's 0: any tree's scores.
+
+    log_probs: [D, vocab], those that the tree was built from.
+    """
+    scores = torch.zeros(len(tree), dtype=torch.float64)
+    if len(tree) > 1:
+        rows, columns = (index[1:].to(log_probs.device) for index in (tree.depths - 1, tree.token_ids))
+        scores[1:] = log_probs[rows, columns].cpu().double()
+    for depth in range(2, tree.max_depth + 1):
+        nodes = (tree.depths == depth).nonzero()[:, 0]
+        scores[nodes] += scores[tree.parents[nodes]]
+    return scores
 
 
 def _float32(number: float) -> float:
@@ -90,5 +98,9 @@ def _float32(number: float) -> float:
     return c_float(number).value
 
 
-POLICIES: dict[str, Callable[..., DraftTree]] = {"chain": chain, "best-first": best_first}
-"""The policies that a user picks by name, with `tree=` or `--tree`."""
+POLICIES: dict[str, Callable[..., DraftTree] | type] = {
+    "chain": chain,
+    "best-first": best_first,
+    "calibrated": Calibrated,
+}
+"""The policies that a user picks by name, with `tree=` or `--tree`. A class makes one policy a generation: it learns."""

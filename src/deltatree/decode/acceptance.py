@@ -1,0 +1,149 @@
+"""How likely drafted tokens are to be accepted: the drafter's confidences, corrected by what the target accepted.
+
+A drafted token stands with probability `q` in the drafter's eyes. Given that its parent is accepted, it is taken to be accepted with
+probability `sigmoid(bias[kind] + bias[kind, depth] + slope[kind] * logit(q))`, where the kind says where the token stands: on the
+spine (every token the first choice so far), beside it, or below a branch. All terms start so that `q` is believed, and are
+learned while running from the children of visited nodes, whose fate a round reveals without bias. A kind's bias forgets within
+some twenty rounds, so that a change of subject is noticed; the others remember hundreds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+SPINE, BESIDE, BELOW, BELOW_BESIDE = range(4)
+"""Kinds of drafted nodes: first choice on the spine, another choice beside it, first choice below a branch, another there."""
+
+MAX_DEPTH = 32
+"""Depths beyond it share its bias."""
+
+_FORGET_FAST, _FORGET_SLOW = 0.94, 0.995  # a round
+_LOGIT_LIMIT, _LOGIT_SCALE = 9.0, 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """The nodes of a draft tree as arrays, root first."""
+
+    parents: np.ndarray  # [N] int64
+    depths: np.ndarray  # [N] int64
+    kinds: np.ndarray  # [N] int64
+    logits: np.ndarray  # [N] float64, the drafter's log-odds of each token after its parent, scaled and bounded
+
+    @classmethod
+    def of(cls, parents: ArrayLike, depths: ArrayLike, scores: ArrayLike) -> Drafts:
+        """Of a tree's fields, [N] each. scores: log-probability of each node's prefix in the drafter's eyes, the root's 0."""
+        parents, depths, scores = (np.asarray(field) for field in (parents, depths, scores))
+        return cls(parents, depths, _kinds(parents), _scaled_logits(scores - scores[parents]))
+
+    def __len__(self) -> int:
+        return self.parents.size
+
+    def cut(self, size: int) -> Drafts:
+        """The first `size` nodes."""
+        return Drafts(self.parents[:size], self.depths[:size], self.kinds[:size], self.logits[:size])
+
+    def spine(self) -> Drafts:
+        """The nodes whose tokens are all first choices, as a chain."""
+        nodes = np.flatnonzero(self.kinds == SPINE)
+        nodes = np.concatenate([[0], nodes[nodes > 0]])
+        order = np.arange(nodes.size)
+        return Drafts(order - 1, order, np.full(order.size, SPINE), self.logits[nodes])
+
+    @classmethod
+    def chain(cls, log_probs: np.ndarray) -> Drafts:
+        """The spine alone. log_probs: [D], of the first choice at every depth."""
+        order = np.arange(log_probs.size + 1)
+        kinds = np.full(order.size, SPINE)
+        return cls(order - 1, order, kinds, _scaled_logits(np.concatenate([[0.0], log_probs])))
+
+
+def _scaled_logits(log_probs: np.ndarray) -> np.ndarray:
+    log_probs = np.minimum(log_probs, -1e-9)
+    logits = log_probs - np.log(-np.expm1(log_probs))
+    return np.clip(logits, -_LOGIT_LIMIT, _LOGIT_LIMIT) / _LOGIT_SCALE
+
+
+def _kinds(parents: np.ndarray) -> np.ndarray:
+    """Kind of every node; a first choice is the first of its parent's children."""
+    is_first = np.zeros(parents.size, dtype=bool)
+    owners, firsts = np.unique(parents, return_index=True)
+    is_first[firsts] = True
+    child = dict(zip(owners.tolist(), firsts.tolist(), strict=True))
+    on_spine = np.zeros(parents.size, dtype=bool)
+    node: int | None = 0
+    while node is not None:
+        on_spine[node] = True
+        node = child.get(node)
+    return np.where(on_spine[parents], 0, 2) + ~is_first
+
+
+class AcceptanceModel:
+    """Calibrated acceptance of drafted tokens. Shared by generations of one pair; every round teaches it."""
+
+    def __init__(self) -> None:
+        kinds, depths = 4, MAX_DEPTH + 1
+        self.bias, self.depth_bias, self.slope = (
+            np.zeros(kinds),
+            np.zeros((kinds, depths)),
+            np.full(kinds, _LOGIT_SCALE),
+        )
+        # Curvature seen so far beside the prior's: a Newton step divides by it.
+        self._bias_weight, self._depth_weight, self._slope_weight = (
+            np.zeros(kinds),
+            np.zeros((kinds, depths)),
+            np.zeros(kinds),
+        )
+
+    def given_parent(self, drafts: Drafts) -> np.ndarray:
+        """[N] float64: probability that a node is accepted if its parent is; the root's is 1."""
+        depths = np.minimum(drafts.depths, MAX_DEPTH)
+        level = (
+            self.bias[drafts.kinds] + self.depth_bias[drafts.kinds, depths] + self.slope[drafts.kinds] * drafts.logits
+        )
+        chances = 1 / (1 + np.exp(-level))
+        chances[0] = 1.0
+        return chances
+
+    def of_paths(self, drafts: Drafts) -> np.ndarray:
+        """[N] float64: probability that a node and all its ancestors are accepted. Their sum is the expected acceptance length."""
+        chances = self.given_parent(drafts)
+        for depth in range(2, int(drafts.depths.max()) + 1):
+            nodes = np.flatnonzero(drafts.depths == depth)
+            chances[nodes] *= chances[drafts.parents[nodes]]
+        return chances
+
+    def learn(self, drafts: Drafts, path: list[int]) -> None:
+        """Take in one round. path: the accepted nodes, from the root on; the children of all of them have been judged."""
+        visited = np.zeros(drafts.parents.size, dtype=bool)
+        visited[path] = True
+        judged = np.flatnonzero(visited[drafts.parents])
+        judged = judged[judged > 0]
+        self._forget()
+        if not judged.size:
+            return
+        chances = self.given_parent(drafts)[judged]
+        kinds, depths, logits = (
+            drafts.kinds[judged],
+            np.minimum(drafts.depths[judged], MAX_DEPTH),
+            drafts.logits[judged],
+        )
+        missed, weight = visited[judged] - chances, chances * (1 - chances)
+        for theta, held, cells, scale, prior in (
+            (self.bias, self._bias_weight, (kinds,), 1.0, 1.0),
+            (self.depth_bias, self._depth_weight, (kinds, depths), 1.0, 6.0),
+            (self.slope, self._slope_weight, (kinds,), logits, 4.0),
+        ):
+            step = np.zeros_like(theta)
+            np.add.at(step, cells, missed * scale)
+            np.add.at(held, cells, weight * scale**2)
+            theta += 0.5 * step / (held + prior)  # halved, because several terms mend the same miss
+        np.clip(self.slope, 0.0, 2 * _LOGIT_SCALE, out=self.slope)
+
+    def _forget(self) -> None:
+        self._bias_weight *= _FORGET_FAST
+        self._depth_weight *= _FORGET_SLOW
+        self._slope_weight *= _FORGET_SLOW

@@ -1,0 +1,208 @@
+"""`budget="auto"`: how much to draft is decided every round, by what it is expected to bring and what it costs.
+
+Each round is worth the tokens it is expected to emit, less those that its seconds would bring at the going rate. Among the chain of
+every length, the policy's tree at every size, and the bare root, the round takes what is worth most: over many rounds that is
+the most tokens per second. Whether to draft at all is decided before, by the rates of drafted and of plain rounds: where
+drafting does not pay it rests, and is tried again after ever longer stretches. Meanwhile the features of the committed tokens collect,
+so that the drafter later has them all.
+
+The choice moves no token of the text, only the rounds in which it comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import Tensor
+
+from deltatree.decode.acceptance import AcceptanceModel, Drafts
+from deltatree.decode.costs import RoundCosts
+from deltatree.tree import Acceptance, DraftTree, chain_tree, scores_of
+
+_EVIDENCE = 6  # drafted rounds before drafting may be judged
+_PROBE = 3  # drafted rounds after a rest before it is judged again
+_SHORTEST_REST, _LONGEST_REST, _REST_AT_START = 8, 256, 32  # rounds
+_PLAIN_CHECK = 64  # drafted rounds after which one plain round is measured
+_MEMORY = 0.95  # of the rates, a round
+_LEAST_REACH = 12.0  # nodes
+_FEW_FEATURES = 32  # tokens that the drafter takes in beside drafting; a prompt takes a time of its own
+
+
+@dataclass
+class Experience:
+    """What generations of one pair have taught: shared by them, and never needed for a right text.
+
+    tokens and seconds are of drafted rounds, fading; the seconds are those that the costs say at their usual pace.
+    """
+
+    costs: RoundCosts = field(default_factory=RoundCosts)
+    acceptance: AcceptanceModel = field(default_factory=AcceptanceModel)
+    tokens: float = 0.0
+    seconds: float = 0.0
+    rounds: float = 0.0  # drafted ones, since drafting was last taken up
+    rest: int = _SHORTEST_REST  # the next one's length, in rounds
+    reach: float = 32.0  # the largest size chosen lately; trees are built half as large again, to choose from
+
+    def rate(self) -> float:
+        """Tokens per second of drafted rounds, at the machine's present pace."""
+        return self.tokens / (self.seconds * self.costs.pace_factor) if self.seconds else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a round was given, and why."""
+
+    probabilities: list[float]  # of every node to be accepted, in node order; the root's is 1
+    expected: float  # acceptance length
+    seconds: float  # what the round was expected to take
+    is_chain: bool
+
+
+class AutoBudget:
+    """A tree policy that chooses its own budget, for one generation.
+
+    policy: which tree; the first nodes of its tree for the largest budget are its tree for a smaller one
+    scored: the same with the nodes' scores, where the policy has them at hand
+    experience: what is known already; goes on learning
+    """
+
+    def __init__(
+        self,
+        policy: Callable[..., DraftTree],
+        experience: Experience,
+        scored: Callable[..., tuple[DraftTree, Tensor]] | None = None,
+    ) -> None:
+        self.policy, self.experience, self.scored = policy, experience, scored
+        self.choice: Choice | None = None  # of the last round
+        self._resting = self._since_plain = 0
+        self._context, self._is_typical, self._started = 0, True, 0.0
+        self._drafts: Drafts | None = None  # of this round's tree; None where nothing was drafted
+        self._built: DraftTree | None = None
+        self._num_nodes = 1
+
+    def begin(self, prompt_ids: list[int]) -> None:
+        """A generation begins."""
+        if hasattr(self.policy, "begin"):
+            self.policy.begin(prompt_ids)
+        self.experience.rest = min(self.experience.rest, _REST_AT_START)
+
+    def wants_draft(self, context: int, num_features: int) -> bool:
+        """Whether the coming round drafts. context: committed tokens; num_features: of them unseen by the drafter."""
+        self._started, self._context = self.experience.costs.clock(), context
+        self._drafts = self.choice = None
+        self._is_typical = num_features <= _FEW_FEATURES
+        known, costs = self.experience, self.experience.costs
+        if self._resting > 0:
+            self._resting -= 1
+            if self._resting == 0:  # try again: what was known fades against what comes
+                known.tokens, known.seconds, known.rounds = 0.2 * known.tokens, 0.2 * known.seconds, _EVIDENCE - _PROBE
+            return False
+        if self._since_plain >= _PLAIN_CHECK or (self._since_plain >= 4 and not costs.num_plain(context)):
+            self._since_plain = 0
+            return False
+        if known.rounds >= _EVIDENCE and known.rate() < 1 / costs.plain(context):
+            self._resting, known.rest = known.rest - 1, min(2 * known.rest, _LONGEST_REST)
+            return False
+        return True
+
+    def __call__(self, log_probs: Tensor, *, root: int, budget: int) -> DraftTree:
+        """The tree that is worth most, of at most `budget` drafted nodes. log_probs: [D, vocab]; D = 0 is a plain round."""
+        if budget <= 0 or log_probs.shape[0] == 0:
+            self._num_nodes = 1
+            return chain_tree([root])
+        tree, scores = self._scored(log_probs, root, min(budget, self.widest))
+        values, first = (best.cpu() for best in log_probs[:budget].max(-1))
+        of_tree = Drafts.of(tree.parents.numpy(), tree.depths.numpy(), scores.numpy())
+        size, is_chain = self.choose(of_tree, Drafts.chain(values.double().numpy()))
+        if is_chain:
+            tree = chain_tree([root, *first[: size - 1].tolist()])
+        else:
+            tree = DraftTree(tree.token_ids[:size], tree.parents[:size], tree.depths[:size])
+        self._built = tree
+        return tree
+
+    @property
+    def widest(self) -> int:
+        """Drafted nodes that a tree needs, so that there is enough to choose from."""
+        return int(1.5 * self.experience.reach)
+
+    def choose(self, tree: Drafts, chain: Drafts | None = None) -> tuple[int, bool]:
+        """Nodes of the round that is worth most, root included, and whether they are the chain's.
+
+        tree: what may be verified, best nodes first    chain: the first choice of every depth, by default those in the tree
+        """
+        known, costs = self.experience, self.experience.costs
+        rate = 1 / costs.plain(self._context)
+        if known.rounds >= _EVIDENCE:
+            rate = max(rate, known.rate())
+        best = -np.inf
+        for is_chain, drafts in ((True, chain or tree.spine()), (False, tree)):
+            chances = known.acceptance.of_paths(drafts)
+            sizes = _sizes(costs, len(drafts), is_chain)
+            expected = np.cumsum(chances)[sizes - 1]
+            seconds = costs.drafted(sizes, self._context)
+            worth = expected - rate * seconds
+            place = int(worth.argmax())
+            if worth[place] > best:
+                best, size = float(worth[place]), int(sizes[place])
+                self.choice = Choice(chances[:size].tolist(), float(expected[place]), float(seconds[place]), is_chain)
+                self._drafts, self._num_nodes = drafts.cut(size), size
+        known.reach = max(self._num_nodes, 0.95 * known.reach, _LEAST_REACH)
+        return self._num_nodes, self.choice.is_chain
+
+    def _scored(self, log_probs: Tensor, root: int, budget: int) -> tuple[DraftTree, Tensor]:
+        if self.scored is not None:
+            return self.scored(log_probs, root=root, budget=budget)
+        tree = self.policy(log_probs, root=root, budget=budget)
+        return tree, scores_of(tree, log_probs)
+
+    def observe(self, tree: DraftTree, accepted: Acceptance, logits: Tensor) -> None:
+        """What the target accepted. tree: as it was verified, which a grammar may have made smaller."""
+        if hasattr(self.policy, "observe"):
+            self.policy.observe(tree, accepted, logits)
+        if self._drafts is None:
+            return
+        path = accepted.path if len(tree) == len(self._built) else _find(self._built, tree, accepted)
+        self.learn(path, len(tree))
+
+    def learn(self, path: list[int], num_nodes: int) -> None:
+        """Take in the round that was chosen. path: accepted nodes, from the root on; num_nodes: verified, root included."""
+        known = self.experience
+        known.acceptance.learn(self._drafts, path)
+        self._num_nodes = num_nodes
+        # The expectation is calibrated and less noisy than one outcome; both together are quick and honest.
+        known.tokens = _MEMORY * known.tokens + 0.5 * (self.choice.expected + len(path))
+        seconds = float(known.costs.drafted(np.array(num_nodes), self._context)) / known.costs.pace_factor
+        known.seconds = _MEMORY * known.seconds + seconds
+        known.rounds += 1
+        if known.rounds >= 4 * _EVIDENCE:
+            known.rest = _SHORTEST_REST
+
+    def finish(self) -> None:
+        """The round is over: its time counts, unless the drafter read a prompt in it."""
+        costs = self.experience.costs
+        seconds = costs.clock() - self._started
+        if self._drafts is None:
+            costs.learn_plain(seconds, self._context)
+            return
+        self._since_plain += 1
+        if self._is_typical:
+            costs.learn_drafted(self._num_nodes, seconds, self._context)
+
+
+def _sizes(costs: RoundCosts, most: int, is_chain: bool) -> np.ndarray:
+    """Node counts to choose from, at most `most`: every one, but a tree on a captured target fills its bucket."""
+    if is_chain or not costs.captured:
+        return np.arange(1, most + 1)
+    return np.unique(np.minimum(costs.node_counts, most))
+
+
+def _find(built: DraftTree, pruned: DraftTree, accepted: Acceptance) -> list[int]:
+    """The accepted path as nodes of the tree that was built, before nodes were removed from it."""
+    child = {edge: node for node, edge in enumerate(zip(built.parents.tolist(), built.token_ids.tolist(), strict=True))}
+    path = [0]
+    for token in pruned.token_ids[accepted.path[1:]].tolist():
+        path.append(child[path[-1], token])
+    return path

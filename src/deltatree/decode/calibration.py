@@ -1,0 +1,173 @@
+"""First figures for `budget="auto"`: a few seconds of decoding at several sizes, kept beside the Hugging Face cache.
+
+What is measured here only has to be roughly right: every round that follows corrects it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import time
+from collections.abc import Callable
+from contextlib import closing, suppress
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from deltatree.decode.costs import NODE_COUNTS, RoundCosts
+from deltatree.decode.sampling import Sampler
+from deltatree.decode.stream import Ending, decode
+from deltatree.drafter.protocol import Drafter
+from deltatree.models.protocol import Target
+from deltatree.tree import DraftTree, best_first
+
+LIMIT_SECONDS = 4.0
+_PASSES = 5  # the first one warms up
+_PROMPT = 16  # tokens
+
+
+def round_costs(target: Target, drafter: Drafter, names: tuple[str, str | None] = ("", None)) -> RoundCosts:
+    """Costs of a pair on this machine: from the cache, or measured now (at most some five seconds) and left there.
+
+    names: of target and drafter, as part of what the cache goes by
+    """
+    buckets = getattr(target, "node_buckets", None)
+    costs = RoundCosts(buckets or NODE_COUNTS, captured=buckets is not None, clock=_clock(target))
+    what = _describe(target, drafter, names, costs)
+    file = cache_folder() / f"{hashlib.sha256(json.dumps(what).encode()).hexdigest()[:20]}.json"
+    measured = _read(file)
+    if measured is None:
+        measured = measure(target, drafter, costs)
+        _write(file, what, measured)
+    if measured is not None:
+        costs.set_curves(*measured)
+    return costs
+
+
+def measure(
+    target: Target, drafter: Drafter, costs: RoundCosts, limit_seconds: float = LIMIT_SECONDS
+) -> tuple[float, dict[int, float]] | None:
+    """Seconds of a plain round, and of drafted rounds by their nodes; None where even one round takes too long.
+
+    Decodes a prompt that means nothing, every size in turn, a few times over, until the time is used up.
+    """
+    schedule = _Schedule(_spread(costs), costs.clock)
+    prompt = [(i * 97) % target.vocab_size for i in range(1, _PROMPT + 1)][: max(target.context_length // 4, 1)]
+    started = time.perf_counter()
+    with closing(
+        decode(
+            target,
+            drafter,
+            prompt,
+            build_tree=schedule,
+            budget=int(costs.node_counts[-1]),
+            ending=Ending(1 << 30),
+            sampler=Sampler(),
+        )
+    ) as rounds:
+        for _ in rounds:
+            if schedule.is_done or time.perf_counter() - started + 2 * schedule.longest > limit_seconds:
+                break
+    return schedule.result()
+
+
+class _Schedule:
+    """A policy that goes through sizes, and notes what their rounds take."""
+
+    def __init__(self, node_counts: list[int], clock: Callable[[], float]) -> None:
+        self.clock = clock
+        self.sizes = [0, *node_counts] * _PASSES  # 0: plain
+        self.num_sizes = 1 + len(node_counts)
+        self.seconds: list[tuple[int, float]] = []
+        self._started = 0.0
+
+    @property
+    def is_done(self) -> bool:
+        return len(self.seconds) >= len(self.sizes)
+
+    @property
+    def longest(self) -> float:
+        return max((seconds for _, seconds in self.seconds[-self.num_sizes :]), default=0.0)
+
+    def wants_draft(self, context: int, num_features: int) -> bool:
+        self._started = self.clock()
+        return self.sizes[len(self.seconds)] > 0
+
+    def __call__(self, log_probs: Tensor, *, root: int, budget: int) -> DraftTree:
+        return best_first(log_probs, root=root, budget=max(self.sizes[len(self.seconds)] - 1, 0))
+
+    def finish(self) -> None:
+        self.seconds.append((self.sizes[len(self.seconds)], self.clock() - self._started))
+
+    def result(self) -> tuple[float, dict[int, float]] | None:
+        by_size: dict[int, list[float]] = {}
+        for size, seconds in self.seconds:
+            by_size.setdefault(size, []).append(seconds)
+        times = {size: median(s[1:] or s) for size, s in by_size.items()}
+        plain = times.pop(0, None)
+        return (plain, times) if plain and times else None
+
+
+def _spread(costs: RoundCosts) -> list[int]:
+    """Sizes to measure: every captured one, or enough to draw a line through."""
+    if costs.captured:
+        return costs.node_counts.tolist()
+    return [int(n) for n in costs.node_counts if n in (2, 4, 8, 16, 32, 64, 128)] or costs.node_counts.tolist()
+
+
+def _clock(target: Target) -> Callable[[], float]:
+    """On one CPU thread, the time that this thread ran: other programs do not disturb it."""
+    alone = target.device.type == "cpu" and torch.get_num_threads() == 1
+    return time.thread_time if alone else time.perf_counter
+
+
+def cache_folder() -> Path:
+    """Where costs are kept: under `$HF_HOME`, by Hugging Face's own rules."""
+    from huggingface_hub.constants import HF_HOME
+
+    return Path(HF_HOME) / "deltatree" / "costs"
+
+
+def _describe(target: Target, drafter: Drafter, names: tuple[str, str | None], costs: RoundCosts) -> dict:
+    """What must agree for costs to hold: machine, libraries, models."""
+    import transformers
+
+    device = target.device
+    chip = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return {
+        "version": 1,
+        "machine": hashlib.sha256(platform.node().encode()).hexdigest()[:16],
+        "device": [device.type, chip, os.cpu_count(), torch.get_num_threads()],
+        "versions": [torch.__version__, transformers.__version__],
+        "names": list(names),
+        "target": [type(target).__name__, target.vocab_size, target.context_length, str(getattr(target, "dtype", ""))],
+        "drafter": [type(drafter).__name__, drafter.depth],
+        "node_counts": costs.node_counts.tolist(),
+    }
+
+
+def _read(file: Path) -> tuple[float, dict[int, float]] | None:
+    """What the cache holds; whatever is wrong with it, measuring again mends it."""
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        held = json.loads(file.read_text(encoding="utf-8"))
+        plain, drafted = float(held["plain_seconds"]), {int(n): float(s) for n, s in held["drafted_seconds"].items()}
+        if plain > 0 and drafted and min(drafted.values()) > 0:
+            return plain, drafted
+    return None
+
+
+def _write(file: Path, what: dict, measured: tuple[float, dict[int, float]] | None) -> None:
+    """Leave figures in the cache. A cache that cannot be written costs time at the next start and nothing else."""
+    if measured is None:
+        return
+    plain, drafted = measured
+    held = json.dumps({"what": what, "plain_seconds": plain, "drafted_seconds": drafted}, indent=1)
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part = file.with_suffix(f".{os.getpid()}.part")
+        part.write_text(held, encoding="utf-8")
+        os.replace(part, file)

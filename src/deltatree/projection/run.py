@@ -1,0 +1,210 @@
+"""The projection: every method on the same random prompts, interleaved, with a drafter that replays the target's own text."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from statistics import median
+
+import torch
+
+from deltatree.bench.plan import Arm
+from deltatree.decode import Ending, GenerateOptions, Sampler, decode
+from deltatree.decode.auto import Experience
+from deltatree.decode.calibration import round_costs
+from deltatree.decode.methods import plan as plan_method
+from deltatree.decode.options import AUTO
+from deltatree.drafter.protocol import Drafter
+from deltatree.errors import OptionError
+from deltatree.models.protocol import Target
+from deltatree.projection.profiles import Profile
+from deltatree.projection.replay import ReplayDrafter
+from deltatree.tree import no_draft
+
+NOTE = (
+    "a projection: times are measured on this machine, acceptance follows the profile and not a real drafter; "
+    "random weights route to more experts than real text does, so that trees look dearer here on a mixture of experts"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProjectionPlan:
+    """Options of a projection, checked when made. Raises OptionError."""
+
+    budgets: tuple[int | str, ...] = (8, 16, 32, 64, AUTO)
+    max_new_tokens: int = 128
+    repeats: int = 3  # prompts; figures are medians over them
+    context_length: int = 256  # tokens of each prompt
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_new_tokens", 2), ("repeats", 1), ("context_length", 1), ("seed", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise OptionError(f"{name}={value!r} is not possible; give a whole number of at least {least}")
+        for budget in self.budgets:
+            GenerateOptions(budget=budget)
+
+    def arms(self, depth: int) -> list[Arm]:
+        return [Arm("ar", 0), Arm("dflash", depth), *(Arm("ddtree", budget) for budget in dict.fromkeys(self.budgets))]
+
+
+@dataclass
+class _Pass:
+    """One generation of one arm."""
+
+    seconds: float = 0.0
+    tokens: int = 0  # without the first, which prefill emits
+    lengths: list[int] = field(default_factory=list)
+    nodes: list[int] = field(default_factory=list)
+    departures: int = 0  # where the text left plain decoding's, and the drafter was told how it goes on
+
+
+def project(
+    target: Target,
+    profile: Profile,
+    plan: ProjectionPlan,
+    *,
+    timed: Drafter | None = None,
+    names: tuple[str, str] = ("", ""),
+    on_pass: Callable[[int, int, Arm], object] = lambda done, total, arm: None,
+) -> list[dict]:
+    """One row of figures an arm. All of them first run once to warm up, and `auto` to learn.
+
+    timed: a drafter whose work each draft does besides, for its time    names: of target and drafter, for the rows
+    """
+    room = target.context_length - plan.context_length - plan.max_new_tokens - profile.depth
+    if room < 1:
+        raise OptionError(
+            f"a prompt of {plan.context_length} tokens and {plan.max_new_tokens} new ones do not fit into the target's context "
+            f"of {target.context_length}; lower --context or --max-new-tokens"
+        )
+    drafter = ReplayDrafter(profile, target.vocab_size, target.device, timed, plan.seed)
+    arms = plan.arms(drafter.depth)
+    projection = _Projection(target, drafter, plan, names)
+    passes: dict[Arm, list[_Pass]] = {arm: [] for arm in arms}
+    total = (plan.repeats + 1) * len(arms)
+    for repeat in range(plan.repeats + 1):
+        prompt = projection.prompt(repeat)
+        text = prompt + projection.continuation(prompt, plan.max_new_tokens + drafter.depth + 1)
+        start = repeat % len(arms)
+        for place, arm in enumerate(arms[start:] + arms[:start]):
+            passes[arm].append(projection.run(arm, prompt, text))
+            on_pass(repeat * len(arms) + place + 1, total, arm)
+    return [_row(arm, passes, profile, plan, target, names, timed is not None) for arm in arms]
+
+
+@dataclass
+class _Projection:
+    target: Target
+    drafter: ReplayDrafter
+    plan: ProjectionPlan
+    names: tuple[str, str]
+    experience: Experience | None = None
+
+    def prompt(self, repeat: int) -> list[int]:
+        draw = random.Random(f"{self.plan.seed} {repeat}")
+        return [draw.randrange(self.target.vocab_size) for _ in range(self.plan.context_length)]
+
+    def continuation(self, token_ids: list[int], count: int) -> list[int]:
+        """What plain decoding emits after these tokens."""
+        from deltatree.drafter.scripted import NoDrafter
+
+        rounds = decode(
+            self.target,
+            NoDrafter(self.target.vocab_size),
+            token_ids,
+            build_tree=no_draft,
+            budget=0,
+            ending=Ending(count),
+            sampler=Sampler(),
+        )
+        return [token for done in rounds for token in done.token_ids]
+
+    def run(self, arm: Arm, prompt: list[int], text: list[int]) -> _Pass:
+        """One generation. What it takes to tell the drafter of a departure is not counted."""
+        result, emitted, self.drafter.text = _Pass(), list(prompt), text
+        rounds = self._rounds(arm, prompt)
+        while True:
+            started = self._now()
+            done = next(rounds, None)
+            seconds = self._now() - started
+            if done is None:
+                return result
+            emitted += done.token_ids
+            if done.num_nodes:
+                result.seconds += seconds
+                result.tokens += len(done.token_ids)
+                result.lengths.append(done.acceptance_length)
+                result.nodes.append(done.num_nodes - 1)
+            known = self.drafter.text
+            if emitted[-len(done.token_ids) :] != known[len(emitted) - len(done.token_ids) : len(emitted)]:
+                result.departures += 1
+                missing = len(text) - len(emitted)
+                self.drafter.text = emitted + (self.continuation(emitted, missing) if missing > 0 else [])
+
+    def _rounds(self, arm: Arm, prompt: list[int]) -> Iterator:
+        options = GenerateOptions(method=arm.method, budget=arm.budget, max_new_tokens=self.plan.max_new_tokens)
+        if arm.budget == AUTO and self.experience is None:
+            self.drafter.text = []
+            self.experience = Experience(round_costs(self.target, self.drafter, (*self.names, "projection")))
+        drafter, policy, budget = plan_method(options, self.drafter, self.target.vocab_size, self.experience)
+        return decode(
+            self.target,
+            drafter,
+            prompt,
+            build_tree=policy,
+            budget=budget,
+            ending=Ending(self.plan.max_new_tokens),
+            sampler=Sampler(),
+        )
+
+    def _now(self) -> float:
+        if self.target.device.type == "cuda":
+            torch.cuda.synchronize(self.target.device)
+        return time.perf_counter()
+
+
+def _row(
+    arm: Arm,
+    passes: dict[Arm, list[_Pass]],
+    profile: Profile,
+    plan: ProjectionPlan,
+    target: Target,
+    names: tuple[str, str],
+    is_timed: bool,
+) -> dict:
+    """Medians over the prompts; speedups are medians of each prompt's own."""
+    own, plain, chain = (passes[other][1:] for other in (arm, *list(passes)[:2]))
+
+    def speedup(base: list[_Pass]) -> float:
+        pairs = zip(own, base, strict=True)
+        return median((mine.tokens / mine.seconds) / (theirs.tokens / theirs.seconds) for mine, theirs in pairs)
+
+    rounds = sum(len(one.lengths) for one in own)
+    return {
+        "projection": True,
+        "note": NOTE,
+        "target": names[0],
+        "drafter": names[1] if is_timed else None,
+        "device": str(target.device),
+        "profile": profile.name,
+        "all_right": list(profile.all_right),
+        "context_length": plan.context_length,
+        "max_new_tokens": plan.max_new_tokens,
+        "repeats": plan.repeats,
+        "method": arm.method,
+        "budget": arm.budget,
+        "label": arm.label,
+        "tokens_per_second": median(one.tokens / one.seconds for one in own),
+        "speedup": speedup(plain),
+        "speedup_over_dflash": speedup(chain),
+        "acceptance_length": sum(sum(one.lengths) for one in own) / rounds,
+        "nodes_per_round": sum(sum(one.nodes) for one in own) / rounds,
+        "milliseconds_per_round": 1e3 * sum(one.seconds for one in own) / rounds,
+        "departures": sum(one.departures for one in own),
+        "seconds": [one.seconds for one in own],
+        "tokens": [one.tokens for one in own],
+    }

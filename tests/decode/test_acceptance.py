@@ -1,0 +1,97 @@
+"""Calibrated acceptance: what is predicted is what comes, whatever the drafter believes of itself."""
+
+import numpy as np
+import pytest
+import torch
+from worlds import OftenRight, TextTarget
+
+from deltatree.decode import Ending, Sampler, decode
+from deltatree.decode.acceptance import BELOW, BELOW_BESIDE, BESIDE, SPINE, AcceptanceModel, Drafts
+from deltatree.tree import best_first_scored, path_to, scores_of
+
+
+class Student:
+    """Best-first trees of one size; notes predicted and observed acceptance by depth before it learns."""
+
+    def __init__(self, model: AcceptanceModel) -> None:
+        self.model, self.rounds = model, []
+
+    def __call__(self, log_probs, *, root, budget):
+        tree, scores = best_first_scored(log_probs, root=root, budget=budget)
+        self.drafts = Drafts.of(tree.parents, tree.depths, scores)
+        return tree
+
+    def observe(self, tree, accepted, logits):
+        chances = self.model.of_paths(self.drafts)
+        predicted = [chances[self.drafts.depths == depth].sum() for depth in range(1, 6)]
+        self.rounds.append((predicted, [accepted.length > depth for depth in range(1, 6)]))
+        self.model.learn(self.drafts, accepted.path)
+
+
+def decode_rounds(student, drafter, count):
+    loop = decode(
+        drafter.target, drafter, [1, 2, 3], build_tree=student, budget=12, ending=Ending(1 << 30), sampler=Sampler()
+    )
+    for _ in range(count + 1):
+        next(loop)
+
+
+@pytest.mark.parametrize(
+    ("right", "confidence"),
+    [
+        ((0.6, 0.55, 0.5, 0.5, 0.45), (0.97,) * 5),  # deliberately over-confident
+        ((0.9, 0.85, 0.85, 0.8, 0.8), (0.4,) * 5),  # too modest
+        ((0.8, 0.7, 0.6, 0.5, 0.4), None),  # honest
+    ],
+)
+def test_predicted_is_observed_by_depth_after_200_rounds(right, confidence):
+    student = Student(AcceptanceModel())
+    decode_rounds(student, OftenRight(TextTarget(seed=3), right, confidence), 200 + 900)
+    predicted, observed = (np.array([row[i] for row in student.rounds[200:]], dtype=float).mean(0) for i in (0, 1))
+    assert np.abs(predicted - observed).max() < 0.05, (predicted, observed)
+
+
+def test_an_over_confident_drafter_is_believed_at_first_and_corrected_within_200_rounds():
+    student = Student(AcceptanceModel())
+    decode_rounds(student, OftenRight(TextTarget(seed=4), (0.6,) * 5, (0.97,) * 5), 200)
+    predicted = np.array([row[0][0] for row in student.rounds])
+    observed = np.mean([row[1][0] for row in student.rounds])
+    assert predicted[0] > 0.95
+    assert abs(predicted[150:].mean() - observed) < 0.05
+
+
+def test_a_change_of_subject_is_noticed_within_forty_rounds():
+    student, target = Student(AcceptanceModel()), TextTarget(seed=5)
+    decode_rounds(student, OftenRight(target, (0.9,) * 5), 300)
+    decode_rounds(student, OftenRight(target, (0.3,) * 5, (0.9,) * 5), 80)
+    assert np.mean([row[0][0] for row in student.rounds[340:]]) < 0.6
+
+
+def test_kinds_say_where_a_node_stands():
+    #      root ── a(spine) ── b(spine), c(beside)     a's sibling d(beside) ── e(below), f(below, beside)
+    depths, scores = [0, 1, 2, 2, 1, 2, 2], [0.0, -0.1, -0.2, -2.0, -3.0, -3.1, -5.0]
+    drafts = Drafts.of([-1, 0, 1, 1, 0, 4, 4], depths, scores)
+    assert drafts.kinds[1:].tolist() == [SPINE, SPINE, BESIDE, BESIDE, BELOW, BELOW_BESIDE]
+    assert drafts.spine().logits[1:] == pytest.approx(drafts.logits[[1, 2]]) and len(drafts.spine()) == 3
+    assert drafts.cut(3).kinds.tolist() == drafts.kinds[:3].tolist()
+
+
+def test_at_first_the_drafter_is_believed_and_paths_multiply():
+    log_probs = torch.randn(4, 9, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
+    tree, scores = best_first_scored(log_probs, root=0, budget=30)
+    chances = AcceptanceModel().of_paths(Drafts.of(tree.parents, tree.depths, scores))
+    assert chances == pytest.approx(scores.exp().numpy(), rel=1e-6)
+    spine = log_probs.max(-1)[0].double().numpy()
+    assert AcceptanceModel().of_paths(Drafts.chain(spine))[1:] == pytest.approx(np.exp(spine.cumsum()), rel=1e-6)
+
+
+def test_scores_are_those_of_the_prefixes_and_a_smaller_tree_is_the_beginning_of_a_larger_one():
+    log_probs = torch.randn(3, 7, generator=torch.Generator().manual_seed(1)).log_softmax(-1)
+    tree, scores = best_first_scored(log_probs, root=2, budget=40)
+    for node in range(1, len(tree)):
+        path = path_to(tree, node)[1:]
+        expected = sum(float(log_probs[d, tree.token_ids[n]].double()) for d, n in enumerate(path))
+        assert float(scores[node]) == pytest.approx(expected)
+    torch.testing.assert_close(scores_of(tree, log_probs), scores)
+    smaller, _ = best_first_scored(log_probs, root=2, budget=9)
+    assert torch.equal(smaller.token_ids, tree.token_ids[:10]) and torch.equal(smaller.parents, tree.parents[:10])
