@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from deltatree.decode import Ending, Sampler, decode
 from deltatree.decode.methods import plan
-from deltatree.decode.options import TREES, GenerateOptions
+from deltatree.decode.options import TRANSITION_TREES, TREES, GenerateOptions
 from deltatree.drafter import RightDrafter
 from deltatree.tree import POLICIES, Acceptance, Calibrated, DraftTree, best_first, path_to, walk
 from deltatree.tree.calibrated import BELOW, PRIOR, SPINE
@@ -126,7 +126,7 @@ def test_certain_impossible_and_missing_drafts():
 
 
 def test_every_name_is_a_policy_and_each_generation_has_its_own():
-    assert set(TREES) == set(POLICIES)
+    assert set(TREES) == set(POLICIES) | set(TRANSITION_TREES)
     drafter = RightDrafter([1, 2, 3], 9)
     first, second = (plan(GenerateOptions(tree="calibrated", budget=8), drafter, 9)[1] for _ in range(2))
     assert isinstance(first, Calibrated) and first is not second

@@ -119,14 +119,14 @@ def covers_device(target: Target, *args) -> bool:
     """Whether the rounds may stay on the device. Only a target with captured work is looked at closer."""
     if not hasattr(target, "captured_verify"):
         return False
-    from deltatree.decode.device import DeviceLoop
+    from deltatree.device import DeviceLoop
 
     return DeviceLoop.covers(target, *args)
 
 
 def device_loop(target: Target, state: TreeState, session: DraftSession | None, last: Round, **options):
     """The rounds of one generation on the device."""
-    from deltatree.decode.device import DeviceLoop, FastSession
+    from deltatree.device.rounds import DeviceLoop, FastSession
 
     return DeviceLoop(target, state, session if isinstance(session, FastSession) else None, last, **options)
 

@@ -6,7 +6,7 @@ from checkpoints import drafter_config, save_drafter
 from tiny import VOCAB
 
 from deltatree.decode import Ending, Sampler, decode
-from deltatree.decode.device import DeviceRounds
+from deltatree.device import DeviceRounds
 from deltatree.drafter import FastDFlashDrafter, NoDrafter, load_drafter, read_drafter_config
 from deltatree.models import FastTarget, ReferenceTarget
 from deltatree.tree import best_first, chain, no_draft
