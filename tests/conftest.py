@@ -24,3 +24,22 @@ def hybrid():
 def attention_moe():
     """The tiny attention-only mixture of experts of the Qwen3-MoE shape."""
     return tiny_model("qwen3_moe")
+
+
+def fast_target(model, taps=()):
+    """The fast target with few buckets, so that trees are padded; on a CPU its steps run uncaptured."""
+    from deltatree.models import FastTarget, ReferenceTarget
+
+    return FastTarget(ReferenceTarget(model, taps), context_length=2048, buckets=(1, 3, 9, 24, 70, 201))
+
+
+def reference_target(model, taps=()):
+    from deltatree.models import ReferenceTarget
+
+    return ReferenceTarget(model, taps)
+
+
+@pytest.fixture(params=[reference_target, fast_target], ids=["reference", "fast"])
+def target_of(request):
+    """Both targets share every test: makes one of a model and taps."""
+    return request.param

@@ -37,12 +37,13 @@ def test_an_import_loads_no_more_than_it_needs(module, forbidden):
 
 def test_imports_point_one_way():
     """`tree` imports none of the other rooms; `decode` knows no model and no kernel; nothing inside knows the outside."""
-    inside = {"tree", "kernels", "state", "verify", "models", "drafter", "decode"}
+    inside = {"tree", "kernels", "state", "verify", "models", "drafter", "decode", "transitions"}
     may = {
         "tree": {"tree", "errors"},
         "kernels": {"kernels", "errors"},
         "state": {"state", "kernels", "tree", "errors"},
         "verify": {"verify", "state", "kernels", "errors"},
+        "transitions": {"transitions", "tree", "errors", "files", "lazy"},
     }
     for room in inside:
         for file in (SOURCE / room).rglob("*.py"):
@@ -53,3 +54,16 @@ def test_imports_point_one_way():
                     assert other in may.get(room, {other}), (file, node.module)
                     if room == "decode":
                         assert not node.module.startswith(("deltatree.kernels", "deltatree.models.reference")), file
+
+
+def test_B58_no_attention_package_is_needed():
+    """Neither flash-attention nor flash-linear-attention is imported anywhere, so a chip without them misses nothing."""
+    for file in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            assert not any(name.split(".")[0] in {"flash_attn", "fla", "xformers"} for name in names), file
+    code = (
+        "import sys; sys.modules['flash_attn'] = sys.modules['fla'] = None; import deltatree.models, deltatree.verify"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -33,6 +33,7 @@ def test_every_method_writes_what_transformers_writes(pair):
             {"method": "dflash"},
             *({"budget": budget} for budget in (1, 8, 64, 200)),
             {"tree": "chain", "budget": 5},
+            {"tree": "calibrated", "budget": 16},
         ):
             out = pair.generate(prompt, max_new_tokens=64, ignore_eos=True, **options)
             assert out.token_ids == truth, options

@@ -118,3 +118,41 @@ def plain_greedy(model, prompt: list[int], count: int) -> list[int]:
 def full_logits(model, token_ids: list[int]) -> torch.Tensor:
     """[T, vocab]: the whole sequence re-run without any cache."""
     return model(torch.tensor([token_ids]), use_cache=False).logits[0].float()
+
+
+@torch.inference_mode()
+def one_by_one(model, token_ids: list[int]) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """The library's own model and cache, one token a forward: what every state must equal.
+
+    Returns logits [T, vocab] and, for each layer, (matrix, window) or (keys, values), the window without the oldest of the
+    library's kernel-wide one.
+    """
+    cache, logits = None, []
+    for token in token_ids:
+        out = model(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        logits.append(out.logits[0, -1].float())
+    layers = [
+        (layer.keys, layer.values)
+        if hasattr(layer, "keys")
+        else (layer.recurrent_states[0], layer.conv_states[0][..., 1:])
+        for layer in cache.layers
+    ]
+    return torch.stack(logits), layers
+
+
+def committed(state) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """A `TreeState` in the form of `one_by_one`: what it holds below its committed length."""
+    return [
+        (layer.matrix, layer.window)
+        if hasattr(layer, "matrix")
+        else (layer.keys[:, :, : state.length], layer.values[:, :, : state.length])
+        for layer in state.layers
+    ]
+
+
+def assert_same_state(state, layers, tolerance: float = 1e-4) -> None:
+    """Every committed number of a `TreeState` against the layers of `one_by_one` or `committed`."""
+    for ours, theirs in zip(committed(state), layers, strict=True):
+        for mine, truth in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(mine, truth, atol=tolerance, rtol=tolerance)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from deltatree.errors import CheckpointError
@@ -59,3 +61,19 @@ def read_json(path: Path) -> dict:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} must hold a JSON object, not {type(value).__name__}")
     return value
+
+
+def weight_hashes(folder: Path | None) -> dict[str, str]:
+    """The SHA-256 of every weight file in a folder, by name; nothing without a folder."""
+    files = sorted(folder.glob("*.safetensors")) if folder is not None else []
+    with ThreadPoolExecutor(4) as pool:
+        return dict(zip((file.name for file in files), pool.map(_sha256, files), strict=True))
+
+
+def _sha256(file: Path) -> str:
+    """The hub's cache names a weight file by its hash; any other file is read."""
+    blob = file.resolve().name
+    if file.is_symlink() and len(blob) == 64:
+        return blob
+    with open(file, "rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()

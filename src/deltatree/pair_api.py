@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from deltatree.models.protocol import Target
     from deltatree.models.reference import ReferenceTarget
     from deltatree.text import Prompt, TextStream
+    from deltatree.transitions import TransitionTable
 
 
 BACKENDS = ("fast", "reference")
@@ -87,6 +88,7 @@ class Pair:
         self.stop_ids = stop_ids
         self.names = names  # of target and drafter, as the user gave them
         self._experience: Experience | None = None
+        self._transitions: dict[str, TransitionTable] = {}
 
     def experience(self) -> Experience:
         """What budget `auto` knows about this pair; measured for a few seconds, or read from the cache, on first use.
@@ -109,6 +111,17 @@ class Pair:
         from deltatree.text import encode_prompt
 
         return encode_prompt(self.tokenizer, prompt, raw=raw, thinking=thinking, tools=tools)
+
+    def transitions(self, options: GenerateOptions) -> TransitionTable | None:
+        """The table that the options' tree needs, if any: read once, or written now. Raises CheckpointError, MismatchError."""
+        if not options.uses_transitions:
+            return None
+        choice = options.transitions
+        if choice not in self._transitions:
+            from deltatree.transitions import table_for
+
+            self._transitions[choice] = table_for(choice, self.names[0], self.target.model, self.tokenizer)
+        return self._transitions[choice]
 
     def rounds(
         self, prompt_ids: list[int], options: GenerateOptions, conversation: Conversation | None = None
@@ -139,7 +152,7 @@ class Pair:
         vocab_size = self.target.vocab_size
         is_auto = options.method == "ddtree" and options.budget == AUTO and self.drafter is not None
         experience = self.experience() if is_auto else None
-        drafter, build_tree, budget = plan(options, self.drafter, vocab_size, experience)
+        drafter, build_tree, budget = plan(options, self.drafter, vocab_size, experience, self.transitions(options))
         if trace is not None:
             build_tree = trace.follow(build_tree)
         most = max(getattr(self.target, "node_buckets", (budget + 1,)))

@@ -21,9 +21,12 @@ def load_tokenizer(folder) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{folder} has no usable tokenizer ({str(error).splitlines()[0]})") from error
+    if len(tokenizer) <= len(tokenizer.get_added_vocab()):  # the library makes an empty one where its file is missing
+        raise CheckpointError(f"{folder} has no vocabulary; is its tokenizer.json there?")
+    return tokenizer
 
 
 def encode_prompt(

@@ -53,6 +53,7 @@ def custom_generate(
     method: str = "ddtree",
     budget: int | str = DEFAULT_BUDGET,
     tree: str = "best-first",
+    transitions: str = "auto",
     on_tokens: Callable[[list[int]], object] | None = None,
     **model_kwargs,
 ):
@@ -60,6 +61,7 @@ def custom_generate(
 
     drafter: from `deltatree.load_drafter(source, model)`, or a hub id or folder (loaded at each call)
     method, budget, tree: as in `deltatree.load(...).generate`
+    transitions: for trees of that name: a table's file, which `deltatree transitions` writes, or none
     on_tokens: called with the new tokens of every round (`generate` does not hand its `streamer` to a custom function)
     Logits processors, sampling and stopping criteria are Transformers' own.
     Returns [1, prompt + new] int64, or a GenerateDecoderOnlyOutput if the generation config asks for a dict.
@@ -73,6 +75,7 @@ def custom_generate(
     from deltatree.decode.calibration import round_costs
     from deltatree.decode.methods import plan
     from deltatree.models.reference import ReferenceTarget
+    from deltatree.transitions import TransitionTable
 
     _check_request(input_ids, generation_config, model_kwargs)
     if isinstance(drafter, str):
@@ -84,7 +87,9 @@ def custom_generate(
         )
     prompt = input_ids[0].tolist()
     max_new_tokens = generation_config.max_length - len(prompt)
-    options = GenerateOptions(max_new_tokens=max_new_tokens, method=method, budget=budget, tree=tree)
+    options = GenerateOptions(
+        max_new_tokens=max_new_tokens, method=method, budget=budget, tree=tree, transitions=transitions
+    )
 
     def is_done(new_ids: list[int]) -> bool:
         so_far = torch.tensor([prompt + new_ids], device=input_ids.device)
@@ -94,7 +99,8 @@ def custom_generate(
     if is_auto and drafter.experience is None:
         drafter.experience = Experience(round_costs(target, drafter, (model.name_or_path, drafter.config.source)))
     experience = drafter.experience if is_auto else None
-    session_drafter, build_tree, budget = plan(options, drafter, target.vocab_size, experience)
+    table = TransitionTable.load(transitions) if options.uses_transitions and transitions != "auto" else None
+    session_drafter, build_tree, budget = plan(options, drafter, target.vocab_size, experience, table)
     sampler = Sampler(logits_processor or None, torch.Generator() if generation_config.do_sample else None)
     if sampler.generator is not None:  # follow torch.manual_seed, as generate does
         sampler.generator.manual_seed(int(torch.randint(1 << 62, ())))

@@ -18,7 +18,7 @@ import torch
 from bench_doubles import PLAN, SAMPLES, TableTarget, table_drafter, table_pair
 
 from deltatree import Pair
-from deltatree.bench import Record, Sample, read_records, run_bench, summarise
+from deltatree.bench import Record, Sample, read_records, run_bench, summarise, summary
 from deltatree.bench.records import records_file
 from deltatree.errors import OptionError, PromptError, RecordError
 
@@ -77,7 +77,7 @@ def test_the_second_turn_follows_plain_decodings_answer_in_every_arm(finished):
     assert {record.prompt_length for record in second} == {len("<u>Hello.<a><u>And now?<a>") + PLAN.max_new_tokens}
 
 
-def test_each_sample_starts_with_another_arm_after_all_were_warmed_up():
+def test_B59_each_sample_starts_with_another_arm_after_all_were_warmed_up():
     calls = []
     pair = table_pair()
     inner = pair.rounds
@@ -93,9 +93,61 @@ def test_each_sample_starts_with_another_arm_after_all_were_warmed_up():
     assert second == first[1:] + first[:1]
 
 
-def test_slow_first_calls_of_every_width_are_not_counted():
+def test_B59_slow_first_calls_of_every_width_are_not_counted():
     run = run_bench(table_pair(TableTarget({"first": 0.25})), SAMPLES[:2], replace(PLAN, noise_samples=0))
     assert max(record.decode_seconds for record in run.records) < 0.2
+
+
+def test_B59_the_device_is_waited_for_at_both_ends(monkeypatch):
+    from deltatree.bench import harness
+
+    order = []
+    monkeypatch.setattr(harness._Bench, "_synchronize", lambda self: order.append("wait"))
+    pair = table_pair()
+    inner = pair.rounds
+
+    def rounds(prompt_ids, options):
+        for done in inner(prompt_ids, options):
+            order.append("prefill" if not done.num_nodes else "round")
+            yield done
+
+    pair.rounds = rounds
+    run = run_bench(pair, SAMPLES[:1], replace(PLAN, noise_samples=0, methods=("ar",)))
+    assert order[-23:] == ["wait", "prefill", "wait", *["round"] * 19, "wait"]
+    group = summarise(run.info, run.records)["groups"][0]
+    assert group["tokens_per_second"].keys() == {"token_weighted", "per_request", "median", "quartiles"}
+
+
+def test_B57_a_tree_that_does_not_pay_is_shown_as_it_is():
+    """Verify time that grows with the nodes, as where every node wakes further experts."""
+
+    class Waking(TableTarget):
+        def verify(self, tree, state):
+            time.sleep(0.004 * len(tree))
+            return super().verify(tree, state)
+
+    pair = table_pair(Waking())
+    plan = replace(PLAN, budgets=(1, 24), max_new_tokens=16, noise_samples=0, stage_samples=1)
+    run = run_bench(pair, SAMPLES[:1], plan)
+    groups = {group["label"]: group for group in summarise(run.info, run.records)["groups"]}
+    small, large = groups["DDTree 1"], groups["DDTree 24"]
+    assert large["speedup"]["token_weighted"] < 0.5 and large["acceptance_length"]["token_weighted"] > 1.5
+    stages = [group["stage_milliseconds_per_round"]["verify"] for group in (groups["plain"], small, large)]
+    assert stages == sorted(stages) and stages[2] > 4 * stages[1]
+    shown = "".join(str(list(summary._cells(group))) for group in (small, large))
+    assert f"'{large['speedup']['token_weighted']:.2f}'" in shown
+
+
+def test_B47_thinking_is_recorded_and_never_mixed(tmp_path):
+    runs = {}
+    for thinking in (False, True):
+        runs[thinking] = run_bench(table_pair(), SAMPLES, replace(PLAN, thinking=thinking), tmp_path / str(thinking))
+        assert {record.thinking for record in runs[thinking].records} == {thinking}
+        assert summarise(runs[thinking].info, runs[thinking].records)["thinking"] is thinking
+    lengths = [{r.key: r.prompt_length for r in run.records} for run in runs.values()]
+    assert all(lengths[1][key] == lengths[0][key] + 1 for key in lengths[0] if key[2] == 0)  # the template knows of it
+    with pytest.raises(RecordError, match=r"plan.thinking \(false there, true now\)"):
+        run_bench(table_pair(), SAMPLES, replace(PLAN, thinking=True), tmp_path / "False")
 
 
 def test_prefill_never_leaks_into_decoding():
@@ -138,7 +190,7 @@ def test_without_stage_timing_no_proxy_stands_in_the_loop():
             return super().verify(tree, state)
 
     run_bench(table_pair(Watching()), SAMPLES[:1], replace(PLAN, noise_samples=0))
-    assert set(seen) == {"decode_round"}
+    assert set(seen) == {"verify_within_memory"}
 
 
 def test_killed_in_the_middle_and_started_again_loses_nothing_and_repeats_nothing(finished, tmp_path):

@@ -1,5 +1,6 @@
 """What a person sees: answers, JSON, and one sentence with exit code 2 for everything that cannot be done."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -12,6 +13,13 @@ def run(*arguments, cwd=None, **kwargs):
     return subprocess.run(
         [sys.executable, "-m", "deltatree", *map(str, arguments)], capture_output=True, text=True, cwd=cwd, **kwargs
     )
+
+
+@pytest.fixture(scope="module")
+def shipped():
+    import deltatree
+
+    return deltatree.load("shipped", device="cpu")
 
 
 @pytest.mark.parametrize(
@@ -68,6 +76,25 @@ def test_json_is_one_object_and_methods_agree():
     assert fields <= set(answers["ddtree"])
     assert answers["ar"]["token_ids"] == answers["dflash"]["token_ids"] == answers["ddtree"]["token_ids"]
     assert answers["ddtree"]["rounds"] == len(answers["ddtree"]["acceptance_lengths"]) < answers["ar"]["rounds"]
+
+
+@pytest.mark.parametrize("cap", [1, 2, 3, 8, 9])
+def test_B22_exactly_the_tokens_asked_for(cap, capsys, monkeypatch, shipped):
+    """In this process, because the shipped pair's drafter is right often enough and loading takes its time."""
+    commands = importlib.import_module("deltatree.cli.generate")
+    monkeypatch.setattr(commands, "load_pair", lambda *args: shipped)
+    prompt = "Ann has 3 apples and buys 4 more."
+    options = dict(prompt=prompt, max_new_tokens=cap, ignore_eos=True, json=True)
+    commands.generate(**options)
+    done = json.loads(capsys.readouterr().out)
+    assert len(done["token_ids"]) == cap and done["stop_reason"] == "length"
+    assert done["token_ids"] == shipped.generate(prompt, max_new_tokens=9, method="ar", ignore_eos=True).token_ids[:cap]
+
+
+def test_B47_a_drafter_that_does_not_exist_is_no_silent_plain_decoding():
+    done = run("generate", "--prompt", "x", "--drafter", "./no-such-drafter")
+    assert done.returncode == 2 and done.stdout == ""
+    assert "drafter './no-such-drafter' is neither an existing folder nor a hub id" in done.stderr
 
 
 def test_inspect_tells_sizes_and_why_a_pair_is_refused(tmp_path):

@@ -48,7 +48,7 @@ def right(plain) -> RightDrafter:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("cap", range(1, 11))
-def test_the_cap_is_exact(plain, method, cap):
+def test_B22_B23_the_cap_is_exact(plain, method, cap):
     for drafter in (right(plain), WrongDrafter(PROMPT + plain, VOCAB)):
         got = pair_of(drafter).collect(PROMPT, sampled(max_new_tokens=cap, method=method))
         assert got.token_ids == plain[:cap] and got.stop_reason == "length"
@@ -56,7 +56,7 @@ def test_the_cap_is_exact(plain, method, cap):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_an_end_token_anywhere_ends_the_text_there(plain, method):
+def test_B20_an_end_token_anywhere_ends_the_text_there(plain, method):
     """First token, inside an accepted path, last of it, bonus token: each token of the text in turn."""
     for position, token in enumerate(plain[:20]):
         first = plain.index(token)
@@ -66,7 +66,7 @@ def test_an_end_token_anywhere_ends_the_text_there(plain, method):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_users_end_tokens_add_to_the_checkpoints_own(plain, method):
+def test_B26_users_end_tokens_add_to_the_checkpoints_own(plain, method):
     own, further = plain[9], plain[4]
     ends = min(plain.index(own), plain.index(further)) + 1
     got = pair_of(right(plain), {own}).collect(PROMPT, sampled(method=method, stop_token_ids=[further]))
@@ -95,7 +95,7 @@ def substrings(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_stop_strings_end_before_themselves(plain, method):
+def test_B25_stop_strings_end_before_themselves(plain, method):
     """Every short piece of the text as a stop string: across tokens, across rounds, in the middle of a token."""
     text = TOKENIZER.decode(plain)
     for stop in substrings(text)[:: 1 if method == "ddtree" else 3]:
@@ -114,7 +114,7 @@ def test_of_several_stop_strings_the_first_complete_one_counts(plain):
         assert (got.text, got.token_ids) == (cut, plain[:needed]), stops
 
 
-def test_a_stop_string_never_leaks_and_no_piece_is_taken_back(plain):
+def test_B25_a_stop_string_never_leaks_and_no_piece_is_taken_back(plain):
     for stop in substrings(TOKENIZER.decode(plain)):
         options = sampled(max_new_tokens=40, stop=[stop])
         running, streamed, cut = pair_of(right(plain)).start(PROMPT, options), "", expected_cut(plain, (stop,))[0]
@@ -156,6 +156,38 @@ def test_nothing_ends_the_text_before_the_minimum(plain, method):
             assert (got.text, len(got.token_ids)) == expected_cut(plain, (stop,), least), (stop, least)
 
 
+def test_B32_a_stop_inside_a_block_leaves_the_next_request_its_own_draws(plain):
+    """What was verified behind the stop has drawn nothing for anyone."""
+    first, second = sampled(max_new_tokens=40, stop_token_ids=[plain[5]]), sampled(max_new_tokens=20, seed=9)
+    pair = pair_of(right(plain))
+    alone = pair_of(right(plain)).collect(PROMPT, second).token_ids
+    for _ in range(2):
+        assert pair.collect(PROMPT, first).token_ids == plain[: plain.index(plain[5]) + 1]
+        assert pair.collect(PROMPT, second).token_ids == alone
+
+
+def test_B47_every_request_drafts_and_says_how(plain):
+    pair = pair_of(right(plain))
+    reports = [pair.collect(PROMPT, sampled(max_new_tokens=20, method=m)).as_dict() for m in (*METHODS, "ddtree")]
+    assert [r["method"] for r in reports] == [*METHODS, "ddtree"]
+    assert [r["num_drafted"] > 0 and r["acceptance_length"] > 1 for r in reports] == [False, True, True, True]
+    assert reports[2]["num_drafted"] == reports[3]["num_drafted"]
+    for report in reports:
+        assert report["rounds"] == len(report["acceptance_lengths"]) > 0 and report["budget"] >= 0
+
+
+def test_B23_every_count_is_the_same_number(plain):
+    for cap in range(1, 10):
+        for stop in ((), (TOKENIZER.decode(plain)[5:7],)):
+            running = pair_of(right(plain)).start(PROMPT, sampled(max_new_tokens=cap, stop=stop))
+            text = "".join(running)
+            done = running.generation()
+            assert text == done.text and running.num_tokens == len(done.token_ids) <= cap
+            assert done.token_ids == plain[: len(done.token_ids)]
+            assert TOKENIZER.decode(done.token_ids).startswith(text)  # the last token may reach into the stop string
+            assert stop or sum(done.acceptance_lengths) + 1 >= cap == len(done.token_ids)
+
+
 def test_closing_early_runs_no_further_round(plain):
     target = MarkovTarget()
     verify, calls = target.verify, []
@@ -188,7 +220,7 @@ def test_closing_early_frees_the_state(plain):
     assert states[0]() is None
 
 
-def test_pieces_are_whole_characters():
+def test_B53_pieces_are_whole_characters():
     """Half characters wait, whole ones do not; what really ends in half a character shows that at the end."""
     stream = TextStream(TOKENIZER)
     stream.push([0, 10])
@@ -206,7 +238,7 @@ def test_pieces_are_whole_characters():
         assert "".join(stream_text(TOKENIZER, batches)) == TOKENIZER.decode(every)
 
 
-def test_end_tokens_are_the_union_of_all_sources():
+def test_B26_end_tokens_are_the_union_of_all_sources():
     class Names:
         def __init__(self, value):
             self.eos_token_id = value

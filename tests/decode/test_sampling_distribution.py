@@ -9,6 +9,7 @@ from markov import VOCAB, MarkovTarget, drafter, exact_pairs
 
 from deltatree.decode import Ending, GenerateOptions, Sampler, decode, sampler_for
 from deltatree.decode.methods import plan
+from deltatree.drafter import ScriptedDrafter
 
 PROMPT = [3, 7]
 DRAWS = 200_000
@@ -31,13 +32,14 @@ class CrowdSampler(Sampler):
     """The sampler itself, for many generations at once: repeats the draws of a script, and stops at the first new one."""
 
     script: tuple[int, ...] = ()
+    length = 2
 
     def _choose(self, scores, input_ids):
         if self.turn < len(self.script):
             choice = self.script[self.turn]
-        elif self.turn < 2:
+        elif self.turn < self.length:
             raise Fork(self._cumulative(scores, input_ids))
-        else:  # behind the two tokens that count
+        else:  # behind the tokens that count
             choice = super()._choose(scores, input_ids)
         self.turn += 1
         return choice
@@ -131,3 +133,47 @@ def test_without_shared_runs_the_frequencies_are_the_same():
         first, second = [token for done in loop for token in done.token_ids]
         counts[first, second] += 1
     assert chi_square_p(counts, exact_pairs(target, PROMPT, options)) > 1e-4
+
+
+class CoinTarget(MarkovTarget):
+    """Five tokens, after every one of which tokens 1 and 3 have 0.55 and 0.45."""
+
+    vocab_size = 5
+
+    def __init__(self) -> None:
+        self.table = torch.tensor([1e-9, 0.55, 1e-9, 0.45, 1e-9]).log().expand(5, 5, 5)
+
+
+def test_B28_every_token_of_a_round_is_drawn():
+    """20,000 continuations of three tokens, of a drafter that always drafts the likeliest one."""
+    target, draws = CoinTarget(), 20_000
+    certain = ScriptedDrafter(
+        lambda committed, bonus: torch.tensor([-9.0, 9.0, -9.0, -9.0, -9.0]).expand(2, -1), depth=2
+    )
+    options = GenerateOptions(method="ddtree", budget=2, seed=1, temperature=1.0)
+    drafting, build_tree, budget = plan(options, certain, 5)
+    plain = sampler_for(options, prompt_length=2)
+    counts = np.zeros((5, 5, 5), dtype=np.int64)
+
+    def run(script: tuple[int, ...], crowd: int) -> None:
+        sampler = CrowdSampler(plain.processor, plain.generator)
+        sampler.script, sampler.turn, sampler.length = script, 0, 3
+        try:
+            loop = decode(
+                target, drafting, [0, 1], build_tree=build_tree, budget=budget, ending=Ending(3), sampler=sampler
+            )
+            emitted = [token for done in loop for token in done.token_ids]
+        except Fork as fork:
+            drawn, sizes = sampler._draw(fork.args[0], crowd).unique(return_counts=True)
+            for token, size in zip(drawn.tolist(), sizes.tolist(), strict=True):
+                run((*script, token), size)
+        else:
+            counts[tuple(emitted)] += crowd
+
+    run((), draws)
+    coin = np.array([1e-9, 0.55, 1e-9, 0.45, 1e-9])
+    exact = coin[:, None, None] * coin[:, None] * coin
+    assert counts.sum() == draws and chi_square_p(counts, exact / exact.sum()) > 1e-3
+    for axis in range(3):
+        share = counts.sum(axis=tuple({0, 1, 2} - {axis}))[1] / draws
+        assert abs(share - 0.55) < 0.015

@@ -10,7 +10,7 @@ from deltatree.drafter.scripted import one_hot_log_probs
 from deltatree.errors import PromptError
 from deltatree.models import ReferenceTarget
 from deltatree.state import RecurrentState
-from deltatree.tree import best_first, chain
+from deltatree.tree import accept, best_first, chain, path_to
 
 PROMPT = [5, 6, 7, 8, 9, 10, 3]
 
@@ -71,21 +71,64 @@ def test_B41_a_block_of_n_emits_at_most_n_tokens_a_round(target, truth):
     assert max(r.depth for r in rounds) == 7
 
 
-def test_B08_a_tree_that_is_the_chain_accepts_like_the_chain(target, truth):
-    drafts = PROMPT + [t if i % 5 else (t + 1) % VOCAB for i, t in enumerate(truth)]  # wrong at every fifth place
-    script = lambda committed, bonus: one_hot_log_probs(drafts[committed + 1 : committed + 8], VOCAB, 1 - 1e-6)  # noqa: E731
-    lengths = [
-        [r.acceptance_length for r in rounds_of(target, ScriptedDrafter(script), Ending(40), policy=p, budget=7)]
-        for p in (chain, best_first)
+def chains_and_trees(target, script, budget, count=40):
+    """Both methods' rounds with one drafter."""
+    return [
+        list(rounds_of(target, ScriptedDrafter(script), Ending(count), policy=policy, budget=budget))
+        for policy in (chain, best_first)
     ]
-    assert lengths[0] == lengths[1]
-    assert all(layer.matrix.dtype == torch.float32 for layer in _recurrent(target))
 
 
-def _recurrent(target):
-    state = target.new_state()
-    target.prefill(PROMPT, state)
-    return [layer for layer in state.layers if isinstance(layer, RecurrentState)]
+def test_B08_a_tree_that_is_the_chain_accepts_like_the_chain(hybrid):
+    """200 rounds of drafts that are right for a random number of places; states in float32 whatever the weights are."""
+    target, generator = ReferenceTarget(hybrid), torch.Generator().manual_seed(0)
+    text = PROMPT + plain_greedy(hybrid, PROMPT, 420)
+    wrong_at = torch.rand(len(text) + 8, generator=generator) < 0.4
+
+    def script(committed, bonus):
+        places = range(committed + 1, min(committed + 8, len(text)))
+        drafts = [(text[i] + 1) % VOCAB if wrong_at[i] else text[i] for i in places]
+        return one_hot_log_probs(drafts, VOCAB, 1 - 1e-6)
+
+    rounds = chains_and_trees(target, script, 7, 420)
+    lengths = [[r.acceptance_length for r in arm] for arm in rounds]
+    assert lengths[0] == lengths[1] and len(lengths[0]) > 160
+    assert [tokens_of(arm) for arm in rounds] == [text[len(PROMPT) :]] * 2
+    narrow = ReferenceTarget(tiny_model("qwen3_5_moe_text").to(torch.bfloat16))
+    for one in (target, narrow):
+        state = one.new_state()
+        one.prefill(PROMPT, state)
+        one.verify(best_first(one_hot_log_probs([4, 5], VOCAB), root=3, budget=4), state)
+        one.commit([0, 1], state)
+        recurrent = [layer for layer in state.layers if isinstance(layer, RecurrentState)]
+        assert {layer.matrix.dtype for layer in recurrent} == {torch.float32} and len(recurrent) == 6
+
+
+@pytest.mark.parametrize("budget", [4, 7, 15, 31])
+def test_B08_a_tree_that_holds_the_whole_chain_accepts_at_least_as_much(target, truth, budget):
+    """From the same committed prefix; a tree of few nodes may be shallower than the chain, and then may accept less."""
+    text, generator = PROMPT + truth, torch.Generator().manual_seed(budget)
+    noise = 3 * torch.randn(len(text) + 8, VOCAB, generator=generator)
+
+    def script(committed, bonus):
+        rows = noise[committed + 1 : committed + 8].clone()
+        for depth, token in enumerate(text[committed + 1 : committed + 8]):
+            rows[depth, token] += 8
+        return rows
+
+    whole = 0
+    for done in range(len(PROMPT), len(text) - 9):
+        state = target.new_state()
+        target.prefill(text[:done], state)
+        log_probs = script(done, text[done]).log_softmax(-1)
+        trees = [policy(log_probs, root=text[done], budget=budget) for policy in (chain, best_first)]
+        lengths = [accept(tree, target.verify(tree, state).logits.argmax(-1)).length for tree in trees]
+        spine = {tuple(trees[0].token_ids[: n + 1].tolist()) for n in range(len(trees[0]))}
+        paths = {tuple(trees[1].token_ids[path_to(trees[1], node)].tolist()) for node in range(len(trees[1]))}
+        if spine <= paths:
+            whole += 1
+            assert lengths[1] >= lengths[0]
+    assert whole or budget <= 7
 
 
 def test_B27_the_context_is_a_hard_end(truth):
@@ -120,14 +163,19 @@ def test_B50_B51_generations_in_turns_do_not_touch_each_other(target, hybrid, tr
     assert (ours, theirs) == (truth, other_truth)
 
 
-def test_B50_an_error_in_the_middle_leaves_the_next_generation_alone(target, truth):
-    def broken(committed, bonus):
-        if committed > 20:
-            raise RuntimeError("drafter broke")
-        return one_hot_log_probs((PROMPT + truth)[committed + 1 : committed + 8], VOCAB)
+def test_B50_an_error_in_the_middle_leaves_the_next_generation_alone(hybrid, truth):
+    target = ReferenceTarget(hybrid)
+    verify, calls = target.verify, []
 
-    with pytest.raises(RuntimeError, match="drafter broke"):
-        list(rounds_of(target, ScriptedDrafter(broken), Ending(40)))
+    def broken(tree, state):
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("target broke")
+        return verify(tree, state)
+
+    target.verify = broken
+    with pytest.raises(RuntimeError, match="target broke"):
+        list(rounds_of(target, RightDrafter(PROMPT + truth, VOCAB), Ending(40)))
     assert tokens_of(rounds_of(target, RightDrafter(PROMPT + truth, VOCAB), Ending(40))) == truth
 
 

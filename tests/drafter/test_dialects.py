@@ -1,6 +1,7 @@
 """The three dialects say the same; what is missing or contradictory is refused by name."""
 
 import pytest
+import torch
 from checkpoints import drafter_config, save_drafter, save_target
 
 import deltatree
@@ -33,7 +34,8 @@ def test_B39_flat_and_nested_keys_load_alike(tmp_path):
         block_size=None, rope_theta=None, rope_parameters={"rope_theta": 10000.0}, dflash_config=section
     )
     flat = drafter_config()
-    assert meaning(read(tmp_path, nested)) == meaning(read(tmp_path, flat))
+    ids_on_top = drafter_config(dflash_config={"mask_token_id": 120}, target_layer_ids=[0, 3, 6])
+    assert meaning(read(tmp_path, nested)) == meaning(read(tmp_path, flat)) == meaning(read(tmp_path, ids_on_top))
 
 
 @pytest.mark.parametrize(
@@ -44,7 +46,12 @@ def test_B39_flat_and_nested_keys_load_alike(tmp_path):
         ({"dflash_config": {"target_layer_ids": [0], "mask_token_id": 120, "block_size": 9}}, "as 9 and as 8"),
         ({"dflash_config": {"target_layer_ids": [0, 3]}}, "no `mask_token_id`"),
         ({"dflash_config": {"mask_token_id": 120}}, "target_layer_ids"),
+        (
+            {"dflash_config": {"mask_token_id": 120, "target_layer_ids": [0, 3]}, "target_layer_ids": [0, 4]},
+            "as .0, 3. and",
+        ),
         ({"rope_theta": None}, "rope_theta"),
+        ({"rope_theta": None, "rope_parameters": {"rope_type": "default"}}, "neither `rope_theta` nor"),
         ({"rope_parameters": {"rope_theta": 5.0}}, "rope_parameters.rope_theta"),
         ({"layer_types": ["full_attention"]}, "1 `layer_types` for 2 layers"),
         ({"layer_types": ["sliding_attention"] * 2}, "no `sliding_window`"),
@@ -73,6 +80,23 @@ def test_B43_rotary_fields_left_over_from_a_target_change_nothing(tmp_path):
     assert meaning(read(tmp_path, stray)) == meaning(read(tmp_path, drafter_config()))
 
 
+def test_B43_the_drafters_own_rotation_decides_and_is_shown(tmp_path, target):
+    """The target rotates a quarter of each head, interleaved on three axes; its drafter whole heads, whatever it inherits."""
+    from deltatree.inspect import inspect_pair
+
+    rope = {"rope_theta": 10000.0, "mrope_section": [2, 1, 1], "mrope_interleaved": True, "partial_rotary_factor": 0.25}
+    proposals = []
+    for stray in ({}, {"partial_rotary_factor": 0.25, "rope_theta": None, "rope_parameters": rope}):
+        folder = tmp_path / str(len(proposals))
+        save_drafter(folder, drafter_config(**stray))
+        pair = deltatree.load(target, str(folder), device="cpu")
+        features = torch.randn(9, 3 * 64, generator=torch.Generator().manual_seed(0))
+        proposals.append(pair.drafter.start().propose(features, bonus=5))
+        shown = inspect_pair(target, str(folder)).sections()[f"Drafter {folder}"]["rotary"]
+        assert shown == "whole heads of 16, base 10000"
+    assert torch.equal(*proposals)
+
+
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
     return str(save_target(tmp_path_factory.mktemp("target")))
@@ -85,10 +109,10 @@ def target(tmp_path_factory):
         ({"vocab_size": 132}, "vocabulary 132, target .* has 131"),
         ({"vocab_size": 130}, "vocabulary 130, target .* has 131"),
         ({"dflash_config": {"target_layer_ids": [0, 8], "mask_token_id": 120}}, r"hidden states \[1, 9\]"),
-        ({"dflash_config": {"target_layer_ids": [0, 3], "mask_token_id": 131}}, "mask token 131"),
+        ({"dflash_config": {"target_layer_ids": [0, 3], "mask_token_id": 131}}, "mask token 131"),  # B40
     ],
 )
-def test_B46_a_drafter_of_another_target_is_refused_before_weights_load(tmp_path, target, changes, message):
+def test_B40_B46_a_drafter_of_another_target_is_refused_before_weights_load(tmp_path, target, changes, message):
     read(tmp_path, drafter_config(**changes))
     with pytest.raises(MismatchError, match=message):
         deltatree.load(target, str(tmp_path))  # there are no weights to load

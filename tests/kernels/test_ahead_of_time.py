@@ -16,7 +16,7 @@ from deltatree.kernels.commit import triton as commit  # noqa: E402
 from deltatree.kernels.conv import triton as conv  # noqa: E402
 from deltatree.kernels.experts import Routing  # noqa: E402
 from deltatree.kernels.experts import triton as experts  # noqa: E402
-from deltatree.kernels.gated_delta import DeltaStash, PendingCommit  # noqa: E402
+from deltatree.kernels.gated_delta import DeltaStash, PendingCommit, wide  # noqa: E402
 from deltatree.kernels.gated_delta import triton as delta  # noqa: E402
 from deltatree.kernels.linear import triton as linear  # noqa: E402
 from deltatree.kernels.tree_build import triton as tree_build  # noqa: E402
@@ -47,7 +47,7 @@ def launches_of(module, name: str, call, monkeypatch) -> list:
 
 def compile_for(capability: int, kernel, args, options):
     options = dict(options)
-    knobs = {name: options.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in options}
+    knobs = {name: options.pop(name) for name in ("num_warps", "num_stages") if name in options}
     given = dict(zip(kernel.arg_names, args, strict=False)) | options
     signature, constants, hints = {}, {}, {}
     for i, parameter in enumerate(kernel.params):
@@ -76,11 +76,12 @@ def all_launches(monkeypatch):
     stash = DeltaStash(empty(1, nodes, 16, 128), empty(1, nodes, heads, 128), empty(1, nodes, heads))
     state = empty(1, heads, 128, 128)
 
-    def recur():
+    def recur(nodes):
         delta.tree_gated_delta(
             state, q=empty(1, nodes, 16, 128, dtype=bf16), k=empty(1, nodes, 16, 128, dtype=bf16),
             v=empty(1, nodes, heads, 128, dtype=bf16), beta=empty(1, nodes, heads), log_decay=empty(1, nodes, heads),
-            ancestors=seen, max_depth=15, pending=PendingCommit(stash, path, length),
+            ancestors=torch.ones(nodes, nodes, dtype=torch.uint8).tril(), max_depth=15,
+            pending=PendingCommit(stash, path, length),
         )  # fmt: skip
 
     window, x = empty(1, 8192, 3, dtype=bf16), empty(1, nodes, 8192, dtype=bf16)
@@ -88,7 +89,8 @@ def all_launches(monkeypatch):
     cache = empty(1, 1, 2, 4096, 256, dtype=bf16)
     q = empty(1, 16, nodes, 256, dtype=bf16)
     return [
-        *launches_of(delta, "_tree_gated_delta_kernel", recur, monkeypatch),
+        *launches_of(delta, "_tree_gated_delta_kernel", lambda: recur(32), monkeypatch),
+        *wide_launches(recur, monkeypatch),
         *launches_of(delta, "_commit_kernel", lambda: delta.commit_gated_delta(state, stash, path, length=length), monkeypatch),
         *launches_of(
             conv, "_tree_conv_kernel",
@@ -124,6 +126,18 @@ def round_launches(dtype, monkeypatch) -> list:
     return launches
 
 
+def wide_launches(recur, monkeypatch) -> list:
+    """Both launches for trees whose solve is one panel, and for one that takes two."""
+    launches = []
+    for nodes in (64, 160):
+        solve, solved = wide._solve_kernel, Recorder()
+        with monkeypatch.context() as patch:
+            patch.setattr(wide, "_solve_kernel", solved)
+            launches += launches_of(wide, "_prepare_kernel", lambda nodes=nodes: recur(nodes), monkeypatch)
+        launches += [(solve, args, options) for args, options in solved.launches]
+    return launches
+
+
 def attention_launches(q, cache, seen, length, monkeypatch) -> list:
     combine = Recorder()
     kernel = attention._combine_kernel
@@ -138,7 +152,7 @@ def attention_launches(q, cache, seen, length, monkeypatch) -> list:
 def test_every_kernel_compiles(capability, monkeypatch):
     monkeypatch.setattr(attention, "_shared_bytes", lambda device: SHARED_BYTES[capability])
     launches = all_launches(monkeypatch) + round_launches(torch.float32, monkeypatch)
-    assert len(launches) == 12
+    assert len(launches) == 16
     for kernel, args, options in launches:
         compiled = compile_for(capability, kernel, args, options)
         assert compiled.asm["cubin"]

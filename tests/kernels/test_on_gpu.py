@@ -126,7 +126,7 @@ def test_one_captured_graph_serves_every_round():
         length += len(chosen)
 
 
-def test_offsets_beyond_32_bits():
+def test_B37_offsets_beyond_32_bits():
     """State and cache pools whose strides pass 2^31 elements."""
     far = 2**31 + 64
     case = delta_case(make_tree("bushy", 9, 0), batch=2)
@@ -170,7 +170,7 @@ for nodes in (2, 9, 17, 65):
 """
 
 
-def test_the_first_call_of_a_cold_cache_is_like_the_second(tmp_path):
+def test_B36_the_first_call_of_a_cold_cache_is_like_the_second(tmp_path):
     here = Path(__file__).parent
     paths = [str(here), str(here.parent.parent / "src"), os.environ.get("PYTHONPATH", "")]
     env = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(paths)}

@@ -96,8 +96,15 @@ def test_a_deep_chain_of_repeated_keys_loses_no_digits():
     assert_same(delta_case(make_tree("chain", 33, 0), gates="near-1", beta="near-1", repeated=True))
 
 
+@pytest.mark.parametrize("nodes", [70, 140])
+def test_nor_does_one_that_crosses_many_blocks(nodes):
+    """A chain as long as the tree, deeper than a draft tree may be, so that every block leans on all before it."""
+    parents = make_tree("chain", nodes, 0, max_depth=nodes)
+    assert_same(delta_case(parents, heads=(1, 2), gates="near-1", beta="near-1", repeated=True))
+
+
 @pytest.mark.parametrize("heads", [(2, 6), (4, 4), (1, 2), pytest.param((16, 48), marks=pytest.mark.gpu)])
-def test_head_ratios(heads):
+def test_B37_head_ratios(heads):
     assert_same(delta_case(make_tree("spine", 20, 1), heads=heads))
 
 
@@ -116,9 +123,18 @@ def test_key_and_value_sizes(dims):
     assert_same(delta_case(make_tree("bushy", 18, 2), heads=(1, 2), dims=dims))
 
 
-@pytest.mark.parametrize("nodes", [1, 2, 16, 17, 33, 65] + ([64, 128, 129, 256] if ON_GPU else []))
+@pytest.mark.parametrize("nodes", [1, 2, 16, 17, 33, 65, 100, 130] + ([64, 128, 129, 256, 257] if ON_GPU else []))
 def test_node_counts_at_block_edges(nodes):
     assert_same(delta_case(make_tree("wide", nodes, 3), heads=(1, 2)))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "launch"),
+    [(33, {"WIDE": False}), (65, {"WIDE": False}), (130, {"PANEL": 2}), (65, {"PREPARE_V": 16, "SHARE": 32})],
+)
+def test_both_kinds_of_launch_and_their_sizes(nodes, launch):
+    """Those that the tables do not choose here: what they choose differs by node count and by chip."""
+    assert_same(delta_case(make_tree("spine", nodes, 2), heads=(1, 2), dims=(16, 32)), launch=launch)
 
 
 def test_a_batch_keeps_its_members_apart():
@@ -132,7 +148,7 @@ def test_a_batch_keeps_its_members_apart():
         assert agrees(out[b : b + 1], expected_of(alone)[0])
 
 
-def test_slices_of_one_wide_projection():
+def test_B37_slices_of_one_wide_projection():
     """Inputs that are views with a larger row stride, in a state that is a slice of a pool."""
     case = delta_case(make_tree("bushy", 13, 5), heads=(2, 6))
     wide = torch.full((1, 13, 4 * 64 + 6 * 16 * 2), float("nan"), device=DEVICE)
@@ -165,10 +181,11 @@ def test_a_wrong_mask_does_not_pass(mutate):
     assert not agrees(stash.u, true_stash.u, 100 * TOLERANCE), f"{mutate.__name__} went unnoticed in the stash"
 
 
-def test_gates_from_raw_projections():
-    case = delta_case(make_tree("bushy", 17, 6))
+@pytest.mark.parametrize("nodes", [17, 40])
+def test_gates_from_raw_projections(nodes):
+    case = delta_case(make_tree("bushy", nodes, 6))
     generator = torch.Generator().manual_seed(0)
-    b, a = (4 * torch.randn(1, 17, 6, generator=generator).to(DEVICE) for _ in range(2))
+    b, a = (4 * torch.randn(1, nodes, 6, generator=generator).to(DEVICE) for _ in range(2))
     gates = Gates(torch.randn(6, generator=generator).to(DEVICE), torch.randn(6, generator=generator).to(DEVICE))
     out, stash = run(case, beta=b, log_decay=a, gates=gates)
     beta, log_decay = gates.apply(b.double(), a.double())
@@ -176,15 +193,21 @@ def test_gates_from_raw_projections():
     assert agrees(out, true_out) and agrees(stash.u, true_stash.u)
 
 
-@pytest.mark.parametrize("length", [0, 1, 2, 7, 20])
-def test_the_pending_path_is_committed_on_the_way(length):
-    first, second = delta_case(make_tree("spine", 24, 7), seed=1), delta_case(make_tree("bushy", 24, 8), seed=2)
+@pytest.mark.parametrize(
+    ("length", "nodes", "launch"),
+    [(n, 24, {}) for n in (0, 1, 2, 7, 20)] + [(n, 70, launch) for n in (0, 20) for launch in ({}, {"SHARE": 32})],
+)
+def test_the_pending_path_is_committed_on_the_way(length, nodes, launch):
+    """With SHARE below the number of nodes several programs commit the same tile, and the second launch writes it."""
+    first, second = delta_case(make_tree("spine", 24, 7), seed=1), delta_case(make_tree("bushy", nodes, 8), seed=2)
     path = path_to(first.parents, int(ancestors_of(first.parents).sum(1).argmax()))[:length]
     _, stash = run(first)
     padded = torch.cat([path, torch.full((21 - len(path),), 999)]).to(DEVICE)
     pending = PendingCommit(stash, padded, torch.tensor([len(path)], device=DEVICE))
     state = first.state.clone()
-    out, new = tree_gated_delta(state, **(second.inputs | poisoned_like(second)), pending=pending, backend="triton")
+    out, new = tree_gated_delta(
+        state, **(second.inputs | poisoned_like(second)), pending=pending, launch=launch, backend="triton"
+    )
 
     committed = truth.commit_gated_delta(first.state.double(), expected_of(first)[1], path)
     true_out, true_stash = truth.tree_gated_delta(committed, **second.double().inputs)
@@ -221,15 +244,17 @@ def test_stash_bytes_are_those_of_the_formula():
     assert stash.bytes_per_node == 4 * (2 * 16 + 6 * 32 + 6)
 
 
-def test_bfloat16_inputs_err_no_more_than_the_plain_recurrence():
+@pytest.mark.parametrize("nodes", [16, 48])
+def test_bfloat16_inputs_err_no_more_than_the_plain_recurrence(nodes):
     """Within twice the error of the token-by-token rule in float32 whose outputs are rounded to bfloat16."""
-    case = delta_case(make_tree("chain", 16, 0), heads=(2, 4), dims=(64, 64), dtype=torch.bfloat16)
+    parents = make_tree("chain", nodes, 0, max_depth=nodes)
+    case = delta_case(parents, heads=(2, 4), dims=(64, 64), dtype=torch.bfloat16)
     out, stash = run(case, out=torch.full_like(case.v, float("nan")))
     true_out, true_stash = expected_of(case)
 
     state, outs = case.state.clone(), []
     q, k = (truth.l2_normalise(x.float()).repeat_interleave(2, dim=2) for x in (case.q, case.k))
-    for t in range(16):
+    for t in range(nodes):
         state = case.log_decay[:, t].exp()[..., None, None] * state
         recalled = torch.einsum("bhk,bhkv->bhv", k[:, t], state)
         wrote = case.beta[:, t, :, None].float() * (case.v[:, t].float() - recalled)

@@ -58,12 +58,70 @@ def test_B49_two_requests_of_different_length_share_no_offset():
     assert torch.equal(target.prefill([9, 8, 7], target.new_state()).logits, expected)
 
 
-def test_B26_end_tokens_are_the_union_of_what_every_source_names(tmp_path):
+def test_B48_a_text_model_and_its_wrapper_are_one_model(tmp_path):
+    """The same weights, bare and wrapped, through every public entry point; nothing of the image side runs."""
+    wrapper = wrapped_model()
+    bare = tiny_model("qwen3_5_text")
+    bare.model.load_state_dict(wrapper.model.language_model.state_dict())
+    bare.lm_head.load_state_dict(wrapper.lm_head.state_dict())
+    wrapper.model.visual.forward = None
+    targets = [ReferenceTarget(model, taps=(1, 4, 8)) for model in (bare, wrapper)]
+    features = [target.prefill([1, 2, 3, 4], target.new_state()).features for target in targets]
+    assert torch.equal(*features)
+    drafter = str(save_drafter(tmp_path / "drafter"))
+    results = []
+    for name, model in (("bare", bare), ("wrapped", wrapper)):
+        model.save_pretrained(tmp_path / name)
+        save_tokenizer(tmp_path / name)
+        pair = deltatree.load(str(tmp_path / name), drafter, device="cpu")
+        options = dict(max_new_tokens=12, ignore_eos=True)
+        ids = torch.tensor([[1, 2, 3]])
+        given = dict(attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, pad_token_id=0)
+        results.append(
+            [
+                *(pair.generate([1, 2, 3], method=m, **options).token_ids for m in ("ar", "dflash", "ddtree")),
+                "".join(pair.stream([1, 2, 3], **options)),
+                pair.generate([1, 2, 3], temperature=1.0, seed=4, **options).token_ids,
+                model.generate(
+                    ids, custom_generate=deltatree.custom_generate,
+                    drafter=deltatree.load_drafter(drafter, model), **given,
+                )[0, 3:].tolist(),
+            ]
+        )  # fmt: skip
+    assert results[0] == results[1]
+    assert results[0][0] == results[0][1] == results[0][2] == results[0][5]
+
+
+@pytest.mark.parametrize("named_by", ["generation config", "tokenizer", "all three"])
+def test_B26_every_end_token_that_any_source_names_ends_the_text(tmp_path, named_by):
+    """Tokens that plain decoding writes on its way, declared to be end tokens in one place or another."""
     save_target(tmp_path)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [17, 18]}))
     config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"eos_token_id": 19}))
-    assert deltatree.load(str(tmp_path), device="cpu").stop_ids == {17, 18, 19, 130}
+    free = deltatree.load(str(tmp_path), device="cpu")
+    text = free.generate([5, 6, 7], method="ar", max_new_tokens=40, ignore_eos=True).token_ids
+    ends = [token for token in dict.fromkeys(text) if token not in (text[0], 130)][2:6]
+    own = {130}
+    if named_by == "generation config":
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends[:2]}))
+        own |= set(ends[:2])
+    elif named_by == "tokenizer":
+        character = free.tokenizer.convert_ids_to_tokens(ends[2])
+        settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": character}))
+        own = {ends[2]}
+    else:
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends[:2]}))
+        (tmp_path / "config.json").write_text(json.dumps(config | {"eos_token_id": ends[3]}))
+        own |= {ends[0], ends[1], ends[3]}
+    pair = deltatree.load(str(tmp_path), device="cpu")
+    assert pair.stop_ids == own
+    for token in own - {130}:
+        pair.stop_ids = frozenset({token})  # each alone, so that each is reached
+        done = pair.generate([5, 6, 7], method="ar", max_new_tokens=40)
+        assert done.stop_reason == "stop" and done.token_ids == text[: text.index(token) + 1]
+    pair.stop_ids = frozenset(own)
+    done = pair.generate([5, 6, 7], method="ar", max_new_tokens=40, stop_token_ids=[text[1]])
+    assert done.token_ids == text[:2]  # a user's own list adds to it
 
 
 def refuse(match, error=CheckpointError, **options):

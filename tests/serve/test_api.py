@@ -7,9 +7,11 @@ import shutil
 import subprocess
 
 import pytest
-from serving import chat_body
+from serving import chat_body, make_pair
 
 from deltatree import GenerateOptions
+from deltatree.drafter import RightDrafter
+from deltatree.text import detokenize
 
 openai = pytest.importorskip("openai")
 
@@ -75,6 +77,43 @@ def test_stop_strings_end_the_text_and_the_bill(client):
     assert streamed == got.choices[0].message.content
 
 
+def test_B25_logprobs_are_refused_not_invented(client):
+    for fields in (dict(logprobs=True), dict(logprobs=True, top_logprobs=2)):
+        with pytest.raises(openai.BadRequestError, match="log-probabilities"):
+            ask(client, **fields)
+    with pytest.raises(openai.BadRequestError, match="log-probabilities"):
+        client.completions.create(model="tiny", prompt="once", logprobs=2)
+
+
+@pytest.mark.parametrize("cap", [*range(1, 10), 16])
+def test_B22_B23_the_cap_is_exact_and_the_bill_adds_up(start, server, cap):
+    """A drafter that is always right, whole and streamed: tokens delivered, billed and counted are one number."""
+    prompt_ids = server.pair.encode("once", raw=True)
+    plain = server.pair.collect(prompt_ids, GenerateOptions(max_new_tokens=20, method="ar", ignore_eos=True))
+    right = start(make_pair(RightDrafter(prompt_ids + plain.token_ids, server.pair.target.vocab_size)))
+    how = dict(max_tokens=cap, temperature=0, ignore_eos=True)
+    status, got = right.complete(prompt_ids, **how)
+    assert status == 200 and got["usage"]["completion_tokens"] == cap
+    assert got["usage"]["total_tokens"] == len(prompt_ids) + cap
+    assert got["choices"][0]["text"] == detokenize(server.pair.tokenizer, plain.token_ids[:cap])
+    stop = detokenize(server.pair.tokenizer, plain.token_ids[2:4])
+    status, cut = right.complete(prompt_ids, stop=[stop], **how)
+    assert status == 200 and cut["choices"][0]["text"] == got["choices"][0]["text"].split(stop)[0]
+    assert cut["usage"]["completion_tokens"] == min(cap, 2) or stop not in got["choices"][0]["text"]
+    figures = right.send("GET", "/metrics")[2].decode()
+    billed = got["usage"]["completion_tokens"] + cut["usage"]["completion_tokens"]
+    assert f"deltatree_completion_tokens_total {float(billed)}" in figures
+
+
+def test_B47_every_answer_says_how_it_came_about(server, start):
+    first, second = (server.complete("once", max_tokens=16, temperature=0)[1]["usage"]["deltatree"] for _ in range(2))
+    assert first == second and first["method"] == "ddtree" and first["drafted"] > first["accepted"] >= 0
+    plain = start(defaults=GenerateOptions(max_new_tokens=24, method="ar")).complete(
+        "once", max_tokens=16, temperature=0
+    )[1]["usage"]["deltatree"]
+    assert plain == {"method": "ar", "rounds": 15, "drafted": 0, "accepted": 0}
+
+
 def test_seeds_repeat_and_answers_of_one_request_differ(client):
     first = ask(client, temperature=1, seed=9, max_tokens=16, n=3)
     again = ask(client, temperature=1, seed=9, max_tokens=16, n=3)
@@ -110,8 +149,6 @@ def test_models(client):
 def test_clients_errors_have_their_classes(client):
     with pytest.raises(openai.NotFoundError, match="not served here"):
         client.chat.completions.create(model="other", messages=[{"role": "user", "content": "a"}])
-    with pytest.raises(openai.BadRequestError, match="log-probabilities"):
-        ask(client, logprobs=True)
     with pytest.raises(openai.BadRequestError, match="temperature"):
         ask(client, temperature=-1)
     with pytest.raises(openai.BadRequestError, match="tool_choice"):

@@ -14,7 +14,7 @@ from deltatree import GenerateOptions, Pair, ReferenceTarget
 from deltatree.decode import Conversation
 from deltatree.drafter.dflash import DFlashDrafter, DFlashModel
 from deltatree.drafter.dialects import DFlashConfig
-from deltatree.drafter.scripted import RandomDrafter, RightDrafter
+from deltatree.drafter.scripted import RightDrafter
 
 METHODS = ("ar", "dflash", "ddtree")
 
@@ -40,7 +40,7 @@ def dflash_pair(pair):
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("which", ["random", "dflash"])
-def test_turns_that_extend_each_other_are_as_cold(pair, dflash_pair, method, which):
+def test_B55_turns_that_extend_each_other_are_as_cold(pair, dflash_pair, method, which):
     chosen, held = dflash_pair if which == "dflash" else pair, Conversation()
     prompt, reused = chosen.encode("once upon a time", raw=True), 0
     for turn in range(4):
@@ -55,7 +55,7 @@ def test_turns_that_extend_each_other_are_as_cold(pair, dflash_pair, method, whi
         prompt = prompt + warm.token_ids + chosen.encode(f" turn {turn}", raw=True)
 
 
-def test_anything_else_starts_afresh(pair):
+def test_B55_anything_else_starts_afresh(pair):
     first = pair.encode("tell me about rivers", raw=True)
     answer = pair.collect(first, options()).token_ids
     held_length = len(first) + len(answer) - 1
@@ -77,7 +77,7 @@ def test_anything_else_starts_afresh(pair):
 
 
 @pytest.mark.parametrize("shared", [10, 63, 64, 65])
-def test_a_shared_beginning_alone_is_not_reused(pair, shared):
+def test_B55_a_shared_beginning_alone_is_not_reused(pair, shared):
     first = [(7 * i) % 250 for i in range(80)]
     held = Conversation()
     pair.collect(first, options(), conversation=held)
@@ -86,7 +86,7 @@ def test_a_shared_beginning_alone_is_not_reused(pair, shared):
     assert got.reused_length == 0 and got.token_ids == pair.collect(other, options()).token_ids
 
 
-def test_a_turn_that_ended_by_a_stop_inside_a_block(pair):
+def test_B55_a_turn_that_ended_by_a_stop_inside_a_block(pair):
     """The right drafter's block goes far beyond the stop; nothing of it is in the state."""
     prompt = pair.encode("count with me", raw=True)
     plain = pair.collect(prompt, options(max_new_tokens=20)).token_ids
@@ -100,7 +100,7 @@ def test_a_turn_that_ended_by_a_stop_inside_a_block(pair):
         assert warm.token_ids == right.collect(follow, options()).token_ids
 
 
-def test_after_an_early_close_or_an_error_only_whole_rounds_are_held(pair):
+def test_B50_after_an_early_close_or_an_error_only_whole_rounds_are_held(pair):
     prompt, held = pair.encode("close me", raw=True), Conversation()
     running = pair.start(prompt, options(), held)
     for count, _ in enumerate(running):
@@ -112,23 +112,22 @@ def test_after_an_early_close_or_an_error_only_whole_rounds_are_held(pair):
     warm = pair.collect(follow, options(), conversation=held)
     assert warm.reused_length == len(follow) - 2 and warm.token_ids == pair.collect(follow, options()).token_ids
 
-    failing = RandomDrafter(pair.target.vocab_size)
-    script, calls = failing.script, []
+    broken = make_pair()
+    verify, calls = broken.target.verify, []
 
-    def fails(committed, bonus):
+    def fails(tree, state):
         calls.append(1)
         if len(calls) == 3:
             raise RuntimeError("midway")
-        return script(committed, bonus)
+        return verify(tree, state)
 
-    failing.script = fails
-    broken = make_pair(failing)
+    broken.target.verify = fails
     with pytest.raises(RuntimeError):
         broken.collect(prompt, options(), conversation=held)
     assert held.token_ids == []
 
 
-def test_long_short_long_and_turns(pair):
+def test_B50_long_short_long_and_turns(pair):
     """Requests of every length one after another, and two in turns: each as alone."""
     prompts = [[(3 * i) % 250 for i in range(60)], [1, 2, 3, 4, 5]]
     alone = [pair.collect(p, options()).token_ids for p in prompts]

@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from serving import Server, chat_body, make_pair
@@ -222,6 +223,23 @@ def test_a_method_without_its_drafter_is_refused_at_start(pair):
 
     with pytest.raises(OptionError, match="needs a drafter"):
         create_app(Pair(pair.target, pair.tokenizer), ServeOptions())
+
+
+@pytest.mark.parametrize("clients", [2, 4, 8])
+def test_B51_simultaneous_requests_are_as_alone(start, clients):
+    """Distinct prompts and caps at once, one of them at temperature 1; the answers wait for each other."""
+    server = start(max_queue=16)
+    words = ("plum", "fig", "pear", "kiwi", "lime", "date", "nut", "rye")
+    asks = [dict(text=f"repeat {word}", max_tokens=4 + 3 * i, temperature=0) for i, word in enumerate(words[:clients])]
+    asks[1] |= dict(temperature=1, seed=5)
+    together = threading.Barrier(clients)
+    with ThreadPoolExecutor(clients) as pool:
+        answers = list(pool.map(lambda ask: (together.wait(), server.chat(**ask))[1], asks))
+    for ask, (status, answer) in zip(asks, answers, strict=True):
+        alone = server.chat(**ask)[1]
+        assert status == 200 and answer["choices"] == alone["choices"]
+    page = Path(__file__).parents[2] / "docs" / "serve.md"
+    assert "one request at a time" in page.read_text(encoding="utf-8")  # the real concurrency is stated
 
 
 def test_many_clients_some_of_whom_leave(start):

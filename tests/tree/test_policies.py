@@ -24,7 +24,7 @@ def all_prefixes(log_probs):
             yield tokens, sum(rows[d][t] for d, t in enumerate(tokens))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(seed=st.integers(0, 10_000), depth=st.integers(1, 4), vocab=st.integers(1, 4), budget=st.integers(0, 60))
 def test_best_first_is_the_best_set_of_prefixes(seed, depth, vocab, budget):
     log_probs = torch.randn(depth, vocab, generator=torch.Generator().manual_seed(seed)).log_softmax(-1)
@@ -44,7 +44,7 @@ def test_ties_go_to_the_lower_token_id_and_the_earlier_rank():
     assert token_paths(chain(flat, root=0, budget=9)) == [(0,), (0, 0)]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80, deadline=None, derandomize=True, database=None)
 @given(seed=st.integers(0, 10_000), vocab=st.integers(1, 30), k=st.integers(1, 40), levels=st.integers(1, 4))
 def test_top_candidates_equal_a_full_stable_sort(seed, vocab, k, levels):
     values = torch.randint(0, levels, (3, vocab), generator=torch.Generator().manual_seed(seed)).float()

@@ -34,6 +34,7 @@ class BenchPlan:
     methods: tuple[str, ...] = METHODS
     budgets: tuple[int | str, ...] = (16, 64, AUTO)  # drafted nodes a round; each is one ddtree arm
     tree: str = DEFAULTS.tree
+    transitions: str = DEFAULTS.transitions  # for trees of that name
     max_new_tokens: int = DEFAULTS.max_new_tokens
     temperature: float = 0.0
     top_k: int = 0
@@ -79,6 +80,7 @@ class BenchPlan:
             method=arm.method,
             budget=arm.budget,
             tree=self.tree,
+            transitions=self.transitions,
             temperature=self.temperature,
             top_k=self.top_k,
             top_p=self.top_p,

@@ -5,13 +5,12 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from deltatree.bench.plan import BenchPlan
 from deltatree.bench.samples import Sample
-from deltatree.files import SHIPPED, shipped_folder
+from deltatree.files import SHIPPED, shipped_folder, weight_hashes
 
 
 def describe_samples(samples: list[Sample]) -> dict:
@@ -28,7 +27,7 @@ def describe_model(source: str | None, part: str) -> dict | None:
     """Name and weight hashes of a target or drafter. part: "target" or "drafter"."""
     if source is None:
         return None
-    return {"id": source, "sha256": _weight_hashes(_local_folder(source, part))}
+    return {"id": source, "sha256": weight_hashes(_local_folder(source, part))}
 
 
 def _local_folder(source: str, part: str) -> Path | None:
@@ -43,21 +42,6 @@ def _local_folder(source: str, part: str) -> Path | None:
         return Path(snapshot_download(source, local_files_only=True))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError):
         return None
-
-
-def _weight_hashes(folder: Path | None) -> dict[str, str]:
-    files = sorted(folder.glob("*.safetensors")) if folder is not None else []
-    with ThreadPoolExecutor(4) as pool:
-        return dict(zip((file.name for file in files), pool.map(_sha256, files), strict=True))
-
-
-def _sha256(file: Path) -> str:
-    """The hub's cache names a weight file by its hash; any other file is read."""
-    blob = file.resolve().name
-    if file.is_symlink() and len(blob) == 64:
-        return blob
-    with open(file, "rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
 def describe_machine(device) -> dict:

@@ -12,6 +12,7 @@ from deltatree.cli.generate import generate
 from deltatree.cli.inspect import inspect
 from deltatree.cli.plan import plan
 from deltatree.cli.serve import serve
+from deltatree.cli.transitions import transitions
 from deltatree.errors import DeltatreeError
 
 app = typer.Typer(
@@ -29,6 +30,7 @@ app.command()(bench)
 app.command()(chart)
 app.command()(plan)
 app.command()(serve)
+app.command()(transitions)
 
 
 def main() -> None:

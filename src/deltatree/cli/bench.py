@@ -43,6 +43,9 @@ def bench(
     ] = "16,64,auto",
     methods: Annotated[str, typer.Option(help="What to compare; ar always runs as the baseline.")] = ",".join(METHODS),
     tree: Annotated[str, typer.Option(help=f"Tree policy of ddtree: {', '.join(TREES)}.")] = "best-first",
+    transitions: Annotated[
+        str, typer.Option(help="Table of the trees `transitions...`: auto (cached, or written now), none, or a file.")
+    ] = "auto",
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Keep the most probable tokens up to this mass; 1 keeps all.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Keep this many tokens; 0 keeps all.")] = 0,
@@ -72,6 +75,7 @@ def bench(
         methods=parse_methods(methods),
         budgets=parse_budgets(budgets),
         tree=tree,
+        transitions=transitions,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_k=top_k,

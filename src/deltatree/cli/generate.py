@@ -40,6 +40,9 @@ def generate(
     method: Annotated[str, typer.Option(help=f"One of {', '.join(METHODS)}.")] = "ddtree",
     budget: BudgetOption = DEFAULT_BUDGET,
     tree: Annotated[str, typer.Option(help=f"Tree policy of ddtree: {', '.join(TREES)}.")] = "best-first",
+    transitions: Annotated[
+        str, typer.Option(help="Table of the trees `transitions...`: auto (cached, or written now), none, or a file.")
+    ] = "auto",
     max_new_tokens: Annotated[int, typer.Option(help="Never a token more.")] = 512,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Keep the most probable tokens up to this mass; 1 keeps all.")] = 1.0,
@@ -65,6 +68,7 @@ def generate(
         method=method,
         budget=parse_budget(budget),
         tree=tree,
+        transitions=transitions,
         temperature=temperature,
         top_p=top_p,
         top_k=top_k,

@@ -11,7 +11,9 @@ from deltatree.errors import OptionError
 METHODS = ("ar", "dflash", "ddtree")
 """Plain decoding, DFlash (a chain), DDTree (a tree): three policies of one loop."""
 
-TREES = ("chain", "best-first")
+TREES = ("chain", "best-first", "calibrated", "transitions", "transitions-chain")
+TRANSITION_TREES = {"transitions": "best-first", "transitions-chain": "chain"}
+"""Trees that score by the target's own transitions -> what they are without them."""
 AUTO = "auto"
 DEFAULT_BUDGET = AUTO
 
@@ -24,6 +26,7 @@ class GenerateOptions:
     method: str = "ddtree"
     budget: int | str = DEFAULT_BUDGET  # drafted nodes a round, root not counted, or "auto"; for ddtree
     tree: str = "best-first"  # policy of ddtree
+    transitions: str = "auto"  # for trees of that name: auto (cached, else written now), none, or a table's file
     temperature: float = 0.0  # 0 is greedy
     top_k: int = 0  # 0 keeps all
     top_p: float = 1.0  # 1 keeps all
@@ -49,6 +52,8 @@ class GenerateOptions:
         _whole("min_new_tokens", self.min_new_tokens, 0)
         _one_of("method", self.method, METHODS)
         _one_of("tree", self.tree, TREES)
+        if not isinstance(self.transitions, str) or not self.transitions:
+            raise OptionError(f"transitions={self.transitions!r} is not possible; give auto, none, or a table's file")
         _within("temperature", self.temperature, 0, 100)
         _within("min_p", self.min_p, 0, 1)
         _within("top_p", self.top_p, 0, 1)
@@ -104,6 +109,15 @@ class GenerateOptions:
     def is_greedy(self) -> bool:
         """One threshold for all: below 1e-4 the division would leave only the best token anyway."""
         return self.temperature < 1e-4 or self.top_k == 1
+
+    @property
+    def uses_transitions(self) -> bool:
+        return (
+            self.method == "ddtree"
+            and self.budget != 0
+            and self.tree in TRANSITION_TREES
+            and self.transitions != "none"
+        )
 
     @property
     def is_structured(self) -> bool:

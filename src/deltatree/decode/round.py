@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from deltatree.decode.guard import verify_within_memory
 from deltatree.decode.sampling import Sampler
 from deltatree.drafter.protocol import DraftSession
 from deltatree.models.protocol import Target
@@ -54,7 +55,7 @@ def decode_round(
     """
     log_probs = drafter.propose(last.features, bonus=last.bonus)  # [D, vocab]
     tree = build_tree(log_probs[:max_depth], root=last.bonus, budget=budget)
-    verified = target.verify(tree, state)  # fills scratch; the state stays
+    tree, verified = verify_within_memory(target, tree, state, drafter)  # fills scratch; the state stays
     accepted = walk(tree, sampler.bind(tree, verified.logits, history))
     if observe is not None:
         observe(tree, accepted, verified.logits)

@@ -10,9 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from deltatree.decode.guard import GuardedSession
 from deltatree.decode.round import Round, decode_round
 from deltatree.decode.sampling import Sampler
-from deltatree.drafter.protocol import Drafter, DraftSession
+from deltatree.drafter.protocol import Drafter
 from deltatree.drafter.scripted import NoDrafter
 from deltatree.errors import PromptError
 from deltatree.models.protocol import Target
@@ -50,7 +51,7 @@ class _Held(NamedTuple):
     target: Target
     drafter: Drafter
     state: TreeState
-    session: DraftSession
+    session: GuardedSession
     features: Tensor  # [n, F], of committed tokens that the session has not seen yet
     prompt_ids: list[int]
     new_ids: list[int]
@@ -92,8 +93,8 @@ class Conversation:
         if not length or held.target is not target:
             return None
         if isinstance(drafter, NoDrafter):  # it needs no context
-            held = held._replace(session=drafter.start())
-        elif held.drafter is not drafter:
+            held = held._replace(session=GuardedSession(drafter.start(), target.vocab_size))
+        elif held.drafter is not drafter or held.session.failure:
             return None
         self.reused_length = length
         return held
@@ -139,7 +140,7 @@ def decode(
 
     held = conversation._take(target, drafter, prompt_ids) if conversation is not None else None
     state = held.state if held else target.new_state()
-    session = held.session if held else drafter.start()
+    session = held.session if held else GuardedSession(drafter.start(), target.vocab_size)
     verified = target.prefill(prompt_ids[state.length :], state)
     features = torch.cat([held.features, verified.features]) if held else verified.features
     first = sampler.bind(chain_tree(prompt_ids[-1:]), verified.logits, prompt_ids)(0, [0])
@@ -157,7 +158,7 @@ def decode(
         if conversation is not None:
             conversation._held = None  # while a round runs the state is in motion
         if state.length + drafter.depth >= drafter.context_length:  # its block has no place left
-            session = NoDrafter(target.vocab_size).start()
+            session.rest()
         history = prompt_ids + ending.new_ids
         before = last.features
         rests = hasattr(build_tree, "wants_draft") and not build_tree.wants_draft(state.length, len(before))
@@ -174,6 +175,7 @@ def decode(
             cut=ending.cut,
             observe=getattr(build_tree, "observe", None),
         )
+        session.watch(last.acceptance_length, last.num_nodes)
         if rests:  # the drafter has not seen these yet: it gets them when it drafts again
             last = replace(last, features=torch.cat([before, last.features]))
         if hasattr(build_tree, "finish"):

@@ -249,7 +249,8 @@ def _feed_forward(w: PackedMLP | PackedExperts, x: Tensor) -> Tensor:
 
 def _experts(w: PackedExperts, x: Tensor) -> Tensor:
     """Every token's weighted parts, [n, P, hidden]."""
-    logits = linear(x, w.router)
+    rows = w.num_experts + (w.shared is not None)
+    logits = linear(x, w.router[:rows] if len(x) == 1 else w.router)
     if w.shared is None:
         return expert_mlp(x, route(logits, w.top_k, w.normalise), w.gate_up, w.down)
     routing = route(logits[:, : w.num_experts], w.top_k, w.normalise, shared_logit=logits[:, w.num_experts])

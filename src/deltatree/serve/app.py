@@ -50,7 +50,7 @@ def create_app(pair: Pair, config: ServeOptions | None = None) -> FastAPI:
     from deltatree.decode.methods import plan
 
     config = config or ServeOptions()
-    plan(config.defaults, pair.drafter, pair.target.vocab_size)
+    plan(config.defaults, pair.drafter, pair.target.vocab_size, pair.transitions(config.defaults))
     metrics = Metrics()
     engine = Engine(
         pair, max_queue=config.max_queue, keep_conversations=config.keep_conversations, observe=metrics.observe

@@ -59,6 +59,12 @@ class Reply:
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": sum(g.reused_length for g in done[::each])},
+            "deltatree": {
+                "method": done[0].method,
+                "rounds": sum(g.rounds for g in done),
+                "drafted": sum(g.num_drafted for g in done),
+                "accepted": sum(sum(g.acceptance_lengths) - g.rounds for g in done),
+            },
         }
 
     def whole(self) -> dict:

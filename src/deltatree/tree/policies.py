@@ -15,25 +15,9 @@ from ctypes import c_float
 import torch
 from torch import Tensor
 
+from deltatree.tree.calibrated import Calibrated
+from deltatree.tree.candidates import top_candidates
 from deltatree.tree.draft_tree import DraftTree, chain_tree
-
-
-def top_candidates(log_probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k best tokens of every row, best first, equal values by the lower token id, on every device alike.
-
-    log_probs: [D, vocab]. Returns values [D, k] and token ids [D, k], on the CPU.
-    """
-    k = min(k, log_probs.shape[-1])
-    values, ids = log_probs.topk(k, dim=-1)
-    # topk breaks ties as it likes. Where the k-th value is shared by tokens left outside, sort the row in full.
-    crowded = ((log_probs >= values[:, -1:]).sum(-1) > k).tolist()
-    values, ids = values.cpu(), ids.cpu()
-    for row in (r for r, tied in enumerate(crowded) if tied):
-        full, order = log_probs[row].cpu().sort(descending=True, stable=True)
-        values[row], ids[row] = full[:k], order[:k]
-    ids, by_id = ids.sort(dim=-1)
-    values, by_value = values.gather(-1, by_id).sort(dim=-1, descending=True, stable=True)
-    return values, ids.gather(-1, by_value)
 
 
 def no_draft(log_probs: Tensor, *, root: int, budget: int) -> DraftTree:
@@ -114,5 +98,9 @@ def _float32(number: float) -> float:
     return c_float(number).value
 
 
-POLICIES: dict[str, Callable[..., DraftTree]] = {"chain": chain, "best-first": best_first}
-"""The policies that a user picks by name, with `tree=` or `--tree`."""
+POLICIES: dict[str, Callable[..., DraftTree] | type] = {
+    "chain": chain,
+    "best-first": best_first,
+    "calibrated": Calibrated,
+}
+"""The policies that a user picks by name, with `tree=` or `--tree`. A class makes one policy a generation: it learns."""

@@ -121,10 +121,10 @@ def _share_kernel(
 @triton.jit
 def _combine_kernel(
     means, tops, weights, out, N, H, rows_total, sob, soh, son, sod,
-    SHARES: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, CHAINED: tl.constexpr,
+    SHARES: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """ROWS: 0 takes one row and all its shares as one tile; else so many rows, a share of them after the other."""
+    """ROWS rows, one share of them after the other: nothing that is loaded depends on what came before."""
     if CHAINED:
         gdc_wait()
         gdc_launch_dependents()
@@ -132,36 +132,27 @@ def _combine_kernel(
     b, h = (head // H).to(tl.int64), (head % H).to(tl.int64)
     d = tl.arange(0, BLOCK_D).to(tl.int64)
     md = d < D
-    s = tl.arange(0, BLOCK_S)
-    first = head.to(tl.int64) * SHARES * rows_total
-    if ROWS == 0:
-        row = tl.program_id(0)
-        slot = first + s * rows_total + row
-        top = tl.load(tops + slot, mask=s < SHARES, other=float("-inf"))
-        weight = tl.load(weights + slot, mask=s < SHARES, other=0.0)
-        factor = tl.exp2(top - tl.max(top, 0)) * weight  # 0 where a share saw nothing, and its mean was not written
-        parts = tl.load(means + slot[:, None] * D + d[None, :], mask=(factor > 0.0)[:, None] & md[None, :], other=0.0)
-        total = tl.sum(parts.to(tl.float32) * factor[:, None], 0) / tl.sum(factor, 0)
-        place = out + b * sob + (h * GROUP + row // N) * soh + (row % N).to(tl.int64) * son + d * sod
-        tl.store(place, total, mask=md)
-    else:
-        rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-        on = rows < rows_total
-        slot = first + s[None, :] * rows_total + rows[:, None]
-        inside = on[:, None] & (s < SHARES)[None, :]
-        top = tl.load(tops + slot, mask=inside, other=float("-inf"))
-        weight = tl.load(weights + slot, mask=inside, other=0.0)
-        highest = tl.max(top, 1)
-        factor = tl.exp2(top - tl.where(on, highest, 0.0)[:, None]) * weight
-        factor = factor / tl.where(on, tl.sum(factor, 1), 1.0)[:, None]
-        total = tl.zeros([ROWS, BLOCK_D], tl.float32)
-        for share in tl.static_range(SHARES):
-            part = tl.sum(tl.where((s == share)[None, :], factor, 0.0), 1)
-            here = means + (first + share * rows_total + rows)[:, None] * D + d[None, :]
-            total += part[:, None] * tl.load(here, mask=(part > 0.0)[:, None] & md[None, :], other=0.0).to(tl.float32)
-        query_head = h * GROUP + rows // N
-        place = out + b * sob + query_head[:, None] * soh + (rows % N).to(tl.int64)[:, None] * son + d[None, :] * sod
-        tl.store(place, total, mask=on[:, None] & md[None, :])
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    on = rows < rows_total
+    slot = head.to(tl.int64) * SHARES * rows_total + rows
+    best = tl.full([ROWS], float("-inf"), tl.float32)
+    weight = tl.zeros([ROWS], tl.float32)
+    total = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    for _ in tl.range(0, SHARES, loop_unroll_factor=8):
+        top = tl.load(tops + slot, mask=on, other=float("-inf"))
+        own = tl.load(weights + slot, mask=on, other=0.0)  # 0 where a share saw nothing, and its mean was not written
+        part = tl.load(means + slot[:, None] * D + d[None, :], mask=(own > 0.0)[:, None] & md[None, :], other=0.0)
+        higher = tl.maximum(best, top)
+        anchor = tl.where(higher == float("-inf"), 0.0, higher)
+        shrink, factor = tl.exp2(best - anchor), tl.exp2(top - anchor) * own
+        total = total * shrink[:, None] + part.to(tl.float32) * factor[:, None]
+        weight = weight * shrink + factor
+        best = higher
+        slot += rows_total
+    total /= tl.where(on, weight, 1.0)[:, None]
+    query_head = h * GROUP + rows // N
+    place = out + b * sob + query_head[:, None] * soh + (rows % N).to(tl.int64)[:, None] * son + d[None, :] * sod
+    tl.store(place, total, mask=on[:, None] & md[None, :])
 
 
 @functools.cache
@@ -250,10 +241,10 @@ def tree_attention(
         PRECISION="tf32x3", **sizes, **chaining(q.device),
     )  # fmt: skip
     if shares > 1:
-        at_once = 4 if shares <= 16 and rows >= 64 else 0
-        _combine_kernel[(triton.cdiv(rows, max(at_once, 1)), batch * key_heads)](
+        at_once = 4 if rows >= 64 else 1  # one warp a row
+        _combine_kernel[(triton.cdiv(rows, at_once), batch * key_heads)](
             means, tops, weights, out, nodes, key_heads, rows, *out.stride(),
-            SHARES=shares, GROUP=heads // key_heads, D=dim, ROWS=at_once, BLOCK_S=triton.next_power_of_2(shares),
-            BLOCK_D=block_d, num_warps=4, **chaining(q.device),
+            SHARES=shares, GROUP=heads // key_heads, D=dim, ROWS=at_once, BLOCK_D=block_d, num_warps=at_once,
+            **chaining(q.device),
         )  # fmt: skip
     return out

@@ -36,9 +36,10 @@ def _committed(
         length = tl.minimum(tl.load(path_length), PATH).to(tl.int32)
     on = step < length
     nodes = tl.where(on, nodes, 0).to(tl.int64)
+    # The keys come last: they pass through shared memory at once, and nothing is fetched while they are waited for.
     decay = tl.load(g + nodes * sgn, mask=on, other=0.0)
-    keys = tl.load(k + nodes[None, :] * skn + ok[:, None] * skk, mask=mk[:, None] & on[None, :], other=0.0)
     wrote = tl.load(u + nodes[:, None] * sun + ov[None, :] * suv, mask=on[:, None] & mv[None, :], other=0.0)
+    keys = tl.load(k + nodes[None, :] * skn + ok[:, None] * skk, mask=mk[:, None] & on[None, :], other=0.0)
     leaf = tl.sum(tl.where(step == length - 1, decay, 0.0), 0)
     remaining = tl.where(on, tl.exp(leaf - decay), 0.0)
     tile = tl.exp(leaf) * state

@@ -36,25 +36,37 @@ LONGEST_SUM = 128  # nodes whose log decays are summed at once
 
 
 @triton.jit
-def _path_sums(
-    ancestors, g, block, N, sai, saj, sgn, a_log, dt_bias,
-    RAW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SUM: tl.constexpr, ONE_SUM: tl.constexpr,
+def _seen(ancestors, rows, cols, N, sai, saj):
+    """Bytes, not 0 where col is row or an ancestor of it."""
+    inside = (rows < N)[:, None] & (cols < N)[None, :]
+    return tl.load(ancestors + rows[:, None] * sai + cols[None, :] * saj, mask=inside, other=0)
+
+
+@triton.jit
+def _pair_sums(
+    ancestors, g, row, col, N, sai, saj, sgn, a_log, dt_bias,
+    RAW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SUM: tl.constexpr,
 ):  # fmt: skip
-    """The sums of one block's nodes over all their ancestors, which are at most as far as the block's last node."""
-    rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    """The sums of two blocks' nodes over their ancestors, which are at most as far as the later block's last node."""
+    rows = row * BLOCK_N + tl.arange(0, BLOCK_N)
+    others = col * BLOCK_N + tl.arange(0, BLOCK_N)
     coarse = tl.zeros([BLOCK_N], tl.float32)
-    fine = tl.zeros([BLOCK_N], tl.float32)
+    fine, other_coarse, other_fine = coarse, coarse, coarse
     count = tl.zeros([BLOCK_N], tl.int32)
-    for start in range(0, 1 if ONE_SUM else (block + 1) * BLOCK_N, BLOCK_SUM):
+    for start in range(0, (row + 1) * BLOCK_N, BLOCK_SUM):
         cols = start + tl.arange(0, BLOCK_SUM)
-        inside = (rows[:, None] < N) & (cols[None, :] < N)
-        seen = tl.load(ancestors + rows[:, None] * sai + cols[None, :] * saj, mask=inside, other=0) != 0
-        gate = _gate(tl.load(g + cols.to(tl.int64) * sgn, mask=cols < N, other=0.0).to(tl.float32), RAW, a_log, dt_bias)
-        more_coarse, more_fine, more = _sums(seen, gate)
+        seen = _seen(ancestors, rows, cols, N, sai, saj)
+        other_seen = _seen(ancestors, others, cols, N, sai, saj)
+        gate = tl.load(g + cols.to(tl.int64) * sgn, mask=cols < N, other=0.0).to(tl.float32)
+        gate = _gate(gate, RAW, a_log, dt_bias)
+        more_coarse, more_fine, more = _sums(seen != 0, gate)
         coarse += more_coarse
         fine += more_fine
         count += more
-    return coarse, fine, count
+        more_coarse, more_fine, _ = _sums(other_seen != 0, gate)
+        other_coarse += more_coarse
+        other_fine += more_fine
+    return coarse, fine, count, other_coarse, other_fine
 
 
 @triton.jit
@@ -141,7 +153,8 @@ def _state_tile(
             tl.store(where_state, s, mask=inside & (length > 0))
 
     if SPLIT:
-        s_high, s_middle, s_low = _split3(s)
+        s_high, less_middle, less_low = _split3(s)
+        less_middle, less_low = -less_middle, -less_low
     for start in range(first, tl.minimum(first + share, N), ROWS):
         rows = start + tl.arange(0, ROWS)
         mn = rows < N
@@ -153,9 +166,9 @@ def _state_tile(
         key_norm = tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6)
         wide = queries.to(tl.float32)
         query_norm = tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6) * scale
-        if SPLIT:  # added up afterwards: three short chains of products instead of a long one
-            found = (tl.dot(keys, s_low) + tl.dot(keys, s_middle)) + tl.dot(keys, s_high)
-            outputs = (tl.dot(queries, s_low) + tl.dot(queries, s_middle)) + tl.dot(queries, s_high)
+        if SPLIT:  # subtracted, not accumulated: three short chains of products instead of a long one
+            found = tl.dot(keys, s_high) - tl.dot(keys, less_middle) - tl.dot(keys, less_low)
+            outputs = tl.dot(queries, s_high) - tl.dot(queries, less_middle) - tl.dot(queries, less_low)
         else:
             found = tl.dot(keys.to(tl.float32), s, input_precision=EXACT)
             outputs = tl.dot(queries.to(tl.float32), s, input_precision=EXACT)
@@ -190,47 +203,57 @@ def _block_pair(
     log_decay += b * sgb + hv * sgh
 
     node = tl.arange(0, BLOCK_N)
-    rows, cols = row * BLOCK_N + node, col * BLOCK_N + node
+    rows = row * BLOCK_N + node
     mn = rows < N
-    seen = tl.load(
-        ancestors + rows[:, None] * sai + cols[None, :] * saj, mask=mn[:, None] & (cols < N)[None, :], other=0
-    )
-    keys = _rows(k, row, N, skn, skk, ok, mk, BLOCK_N)
-    queries = _rows(q, row, N, sqn, sqk, ok, mk, BLOCK_N)
-    past = _rows(k, col, N, skn, skk, ok, mk, BLOCK_N)
-    rows = rows.to(tl.int64)
-    gate = tl.load(beta + rows * sbn, mask=mn, other=0.0).to(tl.float32)
+    seen = _seen(ancestors, rows, col * BLOCK_N + node, N, sai, saj)
+    gate = tl.load(beta + rows.to(tl.int64) * sbn, mask=mn, other=0.0).to(tl.float32)
     decay_scale = 0.0
     decay_shift = 0.0
     if RAW:
         gate = tl.sigmoid(gate)
         decay_scale = tl.load(a_log + hv).to(tl.float32)
         decay_shift = tl.load(dt_bias + hv).to(tl.float32)
-    coarse, fine, count = _path_sums(
-        ancestors, log_decay, row, N, sai, saj, sgn, decay_scale, decay_shift, RAW, BLOCK_N, BLOCK_SUM, ONE_SUM
-    )
-    past_coarse, past_fine, _ = _path_sums(
-        ancestors, log_decay, col, N, sai, saj, sgn, decay_scale, decay_shift, RAW, BLOCK_N, BLOCK_SUM, ONE_SUM
-    )
+    if ONE_SUM:  # all is on its way before anything is waited for
+        cols = tl.arange(0, BLOCK_SUM)
+        row_seen = _seen(ancestors, rows, cols, N, sai, saj)
+        col_seen = _seen(ancestors, col * BLOCK_N + node, cols, N, sai, saj)
+        decay = tl.load(log_decay + cols.to(tl.int64) * sgn, mask=cols < N, other=0.0).to(tl.float32)
+        past = _rows(k, col, N, skn, skk, ok, mk, BLOCK_N)
+        decay = _gate(decay, RAW, decay_scale, decay_shift)
+        coarse, fine, count = _sums(row_seen != 0, decay)
+        past_coarse, past_fine, _ = _sums(col_seen != 0, decay)
+    else:
+        past = _rows(k, col, N, skn, skk, ok, mk, BLOCK_N)
+        coarse, fine, count, past_coarse, past_fine = _pair_sums(
+            ancestors, log_decay, row, col, N, sai, saj, sgn, decay_scale, decay_shift, RAW, BLOCK_N, BLOCK_SUM
+        )
+    rows = rows.to(tl.int64)
     if not SPLIT:
-        keys, queries, past = keys.to(tl.float32), queries.to(tl.float32), past.to(tl.float32)
-    wide = keys.to(tl.float32)
-    key_norm = tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6)
+        past = past.to(tl.float32)
+    wide = past.to(tl.float32)
+    past_norm = tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6)
     if row == col:
         if hv % GROUP == 0:
             normalised = new_k + b * nkb + hk * nkh + rows[:, None] * nkn + ok[None, :] * nkk
-            tl.store(normalised, wide * key_norm[:, None], mask=mn[:, None] & mk[None, :])
+            tl.store(normalised, wide * past_norm[:, None], mask=mn[:, None] & mk[None, :])
         tl.store(new_g + b * ngb + hv * ngh + rows * ngn, coarse + fine, mask=mn)
-    wide = queries.to(tl.float32)
-    query_norm = tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6) * scale
-    wide = past.to(tl.float32)
-    past_norm = tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6)
 
     # Masked before the exponential: off the path the difference may be positive and overflow.
     fade = (coarse[:, None] - past_coarse[None, :]) + (fine[:, None] - past_fine[None, :])
     fade = tl.exp(tl.where(seen != 0, fade, float("-inf"))) * past_norm[None, :]
-    x = -(gate * key_norm)[:, None] * fade * tl.dot(keys, tl.trans(past), input_precision=EXACT)
-    y = query_norm[:, None] * fade * tl.dot(queries, tl.trans(past), input_precision=EXACT)
+    x = tl.zeros([BLOCK_N, BLOCK_N], tl.float32)
+    y = x
+    for side in range(0, 2):  # queries, then keys; a loop, since both at once would not fit in registers
+        y = x
+        left = _rows(
+            tl.where(side == 0, q, k), row, N, tl.where(side == 0, sqn, skn), tl.where(side == 0, sqk, skk), ok, mk,
+            BLOCK_N,
+        )  # fmt: skip
+        if not SPLIT:
+            left = left.to(tl.float32)
+        wide = left.to(tl.float32)
+        norm = tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6) * tl.where(side == 0, scale, -gate)
+        x = norm[:, None] * fade * tl.dot(left, tl.trans(past), input_precision=EXACT)
     slot = head.to(tl.int64) * (num_blocks * (num_blocks + 1) // 2) + row * (row + 1) // 2 + col
     within = slot * BLOCK_N * BLOCK_N + node[:, None] * BLOCK_N + node[None, :]
     tl.store(read + within, y)
@@ -292,20 +315,88 @@ def _pair(tiles, row, col, num_blocks, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _start(u, carried, v, beta, g, block, N, sun, suv, svn, svv, sbn, sgn, ov, mv,
-           V: tl.constexpr, BLOCK_N: tl.constexpr, RAW: tl.constexpr):  # fmt: skip
-    """The right-hand side of a block of nodes, and its outputs before the solve, both [V, N]."""
+def _halves(x, PRECISION: tl.constexpr):
+    """A factor of `_product`: with bf16x3 two bfloat16 tiles that add up to it (16 bits), else itself twice.
+
+    Splitting where the tile was loaded, and not in the product, also keeps Triton from moving it through shared memory
+    right after its load, which would wait for one load after the other.
+    """
+    if PRECISION == "bf16x3":
+        high = x.to(tl.bfloat16)
+        low = (x - high.to(tl.float32)).to(tl.bfloat16)
+    else:
+        high, low = x, x
+    return high, low
+
+
+@triton.jit
+def _product(a, b, start, PRECISION: tl.constexpr):
+    """start + a b, both factors from `_halves`."""
+    if PRECISION == "bf16x3":
+        small = tl.dot(a[0], b[1], tl.dot(a[1], b[0]))
+        product = tl.dot(a[0], b[0], start) + small
+    else:
+        product = tl.dot(a[0], b[0], start, input_precision=PRECISION)
+    return product
+
+
+@triton.jit
+def _fetched(
+    u, carried, v, beta, g, block, N, sun, suv, svn, svv, sbn, sgn, ov, mv, V: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """What `_start` needs of a block of nodes, on its way."""
     rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
     mn = rows < N
     rows = rows.to(tl.int64)
     recalled = _transposed(u, block, N, sun, suv, ov, mv, BLOCK_N)
     outputs = _transposed(carried, block, N, V, 1, ov, mv, BLOCK_N)
-    values = _transposed(v, block, N, svn, svv, ov, mv, BLOCK_N).to(tl.float32)
-    gate = tl.load(beta + rows * sbn, mask=mn, other=0.0).to(tl.float32)
+    values = _transposed(v, block, N, svn, svv, ov, mv, BLOCK_N)
+    gate = tl.load(beta + rows * sbn, mask=mn, other=0.0)
+    total = tl.load(g + rows * sgn, mask=mn, other=0.0)
+    return recalled, outputs, values, gate, total
+
+
+@triton.jit
+def _settled(x, PRECISION: tl.constexpr):
+    """x itself. Triton moves the tiles of a product through shared memory right after their load, one load after the
+    other; it does not look past this assembly, so that loads may be on their way together."""
+    if PRECISION == "bf16x3":  # not in the interpreter, and on NVIDIA only
+        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=False, pack=1)
+    return x
+
+
+@triton.jit
+def _start(fetched, RAW: tl.constexpr, PRECISION: tl.constexpr):
+    """The right-hand side of a block of nodes, and its outputs before the solve, both [V, N]."""
+    recalled, outputs, values, gate, total = fetched
+    gate = gate.to(tl.float32)
     if RAW:
         gate = tl.sigmoid(gate)
-    fade = tl.exp(tl.load(g + rows * sgn, mask=mn, other=0.0))
-    return gate[None, :] * (values - fade[None, :] * recalled), fade[None, :] * outputs
+    fade = tl.exp(total)
+    rhs = gate[None, :] * (values.to(tl.float32) - fade[None, :] * recalled)
+    return _settled(rhs, PRECISION), _settled(fade[None, :] * outputs, PRECISION)
+
+
+@triton.jit
+def _halves(x, PRECISION: tl.constexpr):
+    """A factor of `_product`: with bf16x3 two bfloat16 tiles that add up to it (16 bits), else itself twice."""
+    if PRECISION == "bf16x3":
+        high = x.to(tl.bfloat16)
+        low = (x - high.to(tl.float32)).to(tl.bfloat16)
+    else:
+        high, low = x, x
+    return high, low
+
+
+@triton.jit
+def _product(a, b, start, PRECISION: tl.constexpr):
+    """start + a b, both factors from `_halves`."""
+    if PRECISION == "bf16x3":
+        small = tl.dot(a[0], b[1], tl.dot(a[1], b[0]))
+        product = tl.dot(a[0], b[0], start) + small
+    else:
+        product = tl.dot(a[0], b[0], start, input_precision=PRECISION)
+    return product
 
 
 @triton.jit
@@ -347,13 +438,18 @@ def _solve_kernel(
 
     for panel in range(0, 1 if ONE_PANEL else tl.cdiv(num_blocks, PANEL)):
         first = panel * PANEL
-        if not ONE_PANEL:
+        if ONE_PANEL:
+            fetched = _fetched(u, carried, v, beta, g, first, N, sun, suv, svn, svv, sbn, sgn, ov, mv, V, BLOCK_N)
+        else:
             left = ()  # right-hand sides less what earlier panels explain
             outputs = ()
             for r in tl.static_range(PANEL):
                 rhs, result = _start(
-                    u, carried, v, beta, g, first + r, N, sun, suv, svn, svv, sbn, sgn, ov, mv, V, BLOCK_N, RAW
-                )
+                    _fetched(
+                        u, carried, v, beta, g, first + r, N, sun, suv, svn, svv, sbn, sgn, ov, mv, V, BLOCK_N
+                    ),
+                    RAW, PRECISION,
+                )  # fmt: skip
                 left = left + (rhs,)  # noqa: RUF005  Triton has no unpacking
                 outputs = outputs + (result,)  # noqa: RUF005
             for j in range(0, first):
@@ -367,29 +463,39 @@ def _solve_kernel(
                     next_outputs = next_outputs + (tl.dot(past, y, outputs[r], input_precision=PRECISION),)  # noqa: RUF005
                 left = next_left
                 outputs = next_outputs
+        # All of a row is on its way while the row before it is solved.
+        ahead = (_pair(solve, first, first, num_blocks, BLOCK_N),)
         found = ()
         for r in tl.static_range(PANEL):
-            tiles = ()  # all of a row is on its way before any of it is waited for
-            for j in tl.static_range(r + 1):
-                tiles = tiles + (_pair(solve, first + r, first + j, num_blocks, BLOCK_N),)  # noqa: RUF005
-            if ONE_PANEL:
-                rhs, result = _start(
-                    u, carried, v, beta, g, first + r, N, sun, suv, svn, svv, sbn, sgn, ov, mv, V, BLOCK_N, RAW
-                )
-            else:
-                rhs, result = left[r], outputs[r]
+            tiles = ahead
             reads = ()
             for j in tl.static_range(r + 1):
                 reads = reads + (_pair(read, first + r, first + j, num_blocks, BLOCK_N),)  # noqa: RUF005
+            if ONE_PANEL:
+                rhs, result = _start(fetched, RAW, PRECISION)
+            else:
+                rhs, result = left[r], outputs[r]
+            if r + 1 < PANEL:
+                ahead = ()
+                for j in tl.static_range(r + 2):
+                    ahead = ahead + (_pair(solve, first + r + 1, first + j, num_blocks, BLOCK_N),)  # noqa: RUF005
+                if ONE_PANEL:
+                    fetched = _fetched(
+                        u, carried, v, beta, g, first + r + 1, N, sun, suv, svn, svv, sbn, sgn, ov, mv, V, BLOCK_N
+                    )
             for j in tl.static_range(r):
-                rhs = tl.dot(found[j], tiles[j], rhs, input_precision=PRECISION)
-            found = found + (tl.dot(rhs, tiles[r], input_precision=PRECISION),)  # noqa: RUF005
+                x = _halves(_settled(tiles[j], PRECISION), PRECISION)
+                rhs = _product(found[j], x, rhs, PRECISION)
+            x = _halves(_settled(tiles[r], PRECISION), PRECISION)
+            solved = _product(_halves(rhs, PRECISION), x, tl.zeros([BLOCK_V, BLOCK_N], tl.float32), PRECISION)
+            found = found + (_halves(solved, PRECISION),)  # noqa: RUF005
             rows = (first + r) * BLOCK_N + tl.arange(0, BLOCK_N)
             written = mv[:, None] & (rows < N)[None, :]
             rows = rows.to(tl.int64)
-            tl.store(u + rows[None, :] * sun + ov[:, None] * suv, found[r], mask=written)
+            tl.store(u + rows[None, :] * sun + ov[:, None] * suv, solved, mask=written)
             for j in tl.static_range(r + 1):
-                result = tl.dot(found[j], reads[j], result, input_precision=PRECISION)
+                y = _halves(_settled(reads[j], PRECISION), PRECISION)
+                result = _product(found[j], y, result, PRECISION)
             tl.store(out + rows[None, :] * son + ov[:, None] * sov, result, mask=written)
         if not ONE_PANEL:
             tl.debug_barrier()  # the next panel reads this one's pseudo-values back
@@ -413,7 +519,7 @@ def wide_sizes(num_nodes: int, value_dim: int, dtype: torch.dtype) -> dict[str, 
         "SHARE": 128,
         "ROWS": 16,
         "SOLVE_V": block_v,
-        "SOLVE_WARPS": 2,
+        "SOLVE_WARPS": 2 if blocks <= 2 else 4,
         "PANEL": triton.cdiv(blocks, triton.cdiv(blocks, MOST_IN_PANEL)),
         "PRECISION": "bf16x3" if narrow else EXACT.value,
         "CHAINED": False,
