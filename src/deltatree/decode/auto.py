@@ -110,8 +110,7 @@ class AutoBudget:
     def __call__(self, log_probs: Tensor, *, root: int, budget: int) -> DraftTree:
         """The tree that is worth most, of at most `budget` drafted nodes. log_probs: [D, vocab]; D = 0 is a plain round."""
         if budget <= 0 or log_probs.shape[0] == 0:
-            self._num_nodes = 1
-            return chain_tree([root])
+            return self.policy(log_probs, root=root, budget=0)  # so that one that learns knows of the round
         tree, scores = self._scored(log_probs, root, min(budget, self.widest))
         nodes = self.choose(Drafts.of(tree.parents.numpy(), tree.depths.numpy(), scores.numpy()))
         if self.choice.is_chain:
