@@ -75,7 +75,8 @@ def test_the_text_is_plain_decodings_whatever_rounds_are_said_to_cost(hybrid, hy
         "wrong": lambda: WrongDrafter(PROMPT + hybrid_truth, VOCAB),
         "random": lambda: RandomDrafter(VOCAB, seed=seed),
     }[kind]()
-    policy = AutoBudget(POLICIES[tree], Experience(WildCosts(seed, captured)))
+    make = POLICIES[tree]
+    policy = AutoBudget(make() if isinstance(make, type) else make, Experience(WildCosts(seed, captured)))
     target = ReferenceTarget(hybrid)
     for _ in range(2):  # the second generation knows what the first has learned
         assert tokens_of(run(target, drafter, policy, 50)) == hybrid_truth
@@ -219,16 +220,18 @@ def test_a_policy_that_learns_is_told_of_every_round():
             self.calls.append(("begin", len(prompt_ids)))
 
         def __call__(self, log_probs, *, root, budget):
+            self.calls.append("tree")
             return best_first(log_probs, root=root, budget=budget)
 
         def observe(self, tree, accepted, logits):
+            assert self.calls[-1] == "tree"  # never told of a round that it did not see begin
             self.calls.append((len(tree), accepted.length))
             assert logits.shape[0] == len(tree)
 
     target, learner = TextTarget(), Learner()
     rounds = run(target, OftenRight(target, PROFILES["chat"]), AutoBudget(learner, Experience()), 60)
     assert learner.calls[0] == ("begin", len(PROMPT))
-    assert learner.calls[1:] == [(r.num_nodes, r.acceptance_length) for r in rounds[1:]]
+    assert learner.calls[2::2] == [(r.num_nodes, r.acceptance_length) for r in rounds[1:]]
 
 
 def test_a_grammar_may_take_nodes_out_of_the_tree():

@@ -46,19 +46,16 @@ class Drafts:
         """The first `size` nodes."""
         return Drafts(self.parents[:size], self.depths[:size], self.kinds[:size], self.logits[:size])
 
-    def spine(self) -> Drafts:
-        """The nodes whose tokens are all first choices, as a chain."""
-        nodes = np.flatnonzero(self.kinds == SPINE)
-        nodes = np.concatenate([[0], nodes[nodes > 0]])
-        order = np.arange(nodes.size)
-        return Drafts(order - 1, order, np.full(order.size, SPINE), self.logits[nodes])
+    def spine(self) -> np.ndarray:
+        """The nodes whose tokens are all first choices, the root first: a chain."""
+        is_spine = self.kinds == SPINE
+        is_spine[0] = True
+        return np.flatnonzero(is_spine)
 
-    @classmethod
-    def chain(cls, log_probs: np.ndarray) -> Drafts:
-        """The spine alone. log_probs: [D], of the first choice at every depth."""
-        order = np.arange(log_probs.size + 1)
-        kinds = np.full(order.size, SPINE)
-        return cls(order - 1, order, kinds, _scaled_logits(np.concatenate([[0.0], log_probs])))
+    def chain(self, nodes: np.ndarray) -> Drafts:
+        """Such nodes alone, as a chain."""
+        order = np.arange(nodes.size)
+        return Drafts(order - 1, order, self.kinds[nodes], self.logits[nodes])
 
 
 def _scaled_logits(log_probs: np.ndarray) -> np.ndarray:

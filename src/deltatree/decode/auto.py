@@ -110,47 +110,44 @@ class AutoBudget:
     def __call__(self, log_probs: Tensor, *, root: int, budget: int) -> DraftTree:
         """The tree that is worth most, of at most `budget` drafted nodes. log_probs: [D, vocab]; D = 0 is a plain round."""
         if budget <= 0 or log_probs.shape[0] == 0:
-            self._num_nodes = 1
-            return chain_tree([root])
+            return self.policy(log_probs, root=root, budget=0)  # so that one that learns knows of the round
         tree, scores = self._scored(log_probs, root, min(budget, self.widest))
-        values, first = (best.cpu() for best in log_probs[:budget].max(-1))
-        of_tree = Drafts.of(tree.parents.numpy(), tree.depths.numpy(), scores.numpy())
-        size, is_chain = self.choose(of_tree, Drafts.chain(values.double().numpy()))
-        if is_chain:
-            tree = chain_tree([root, *first[: size - 1].tolist()])
+        nodes = self.choose(Drafts.of(tree.parents.numpy(), tree.depths.numpy(), scores.numpy()))
+        if self.choice.is_chain:
+            self._built = chain_tree(tree.token_ids[nodes])
         else:
-            tree = DraftTree(tree.token_ids[:size], tree.parents[:size], tree.depths[:size])
-        self._built = tree
-        return tree
+            self._built = DraftTree(*(field[: nodes.size] for field in (tree.token_ids, tree.parents, tree.depths)))
+        return self._built
 
     @property
     def widest(self) -> int:
         """Drafted nodes that a tree needs, so that there is enough to choose from."""
         return int(1.5 * self.experience.reach)
 
-    def choose(self, tree: Drafts, chain: Drafts | None = None) -> tuple[int, bool]:
-        """Nodes of the round that is worth most, root included, and whether they are the chain's.
+    def choose(self, drafts: Drafts) -> np.ndarray:
+        """The nodes of the round that is worth most, root included: the first so many, or the first of the spine.
 
-        tree: what may be verified, best nodes first    chain: the first choice of every depth, by default those in the tree
+        drafts: what may be verified, best nodes first
         """
         known, costs = self.experience, self.experience.costs
         rate = 1 / costs.plain(self._context)
         if known.rounds >= _EVIDENCE:
             rate = max(rate, known.rate())
-        best = -np.inf
-        for is_chain, drafts in ((True, chain or tree.spine()), (False, tree)):
-            chances = known.acceptance.of_paths(drafts)
-            sizes = _sizes(costs, len(drafts), is_chain)
-            expected = np.cumsum(chances)[sizes - 1]
-            seconds = costs.drafted(sizes, self._context)
-            worth = expected - rate * seconds
-            place = int(worth.argmax())
-            if worth[place] > best:
-                best, size = float(worth[place]), int(sizes[place])
-                self.choice = Choice(chances[:size].tolist(), float(expected[place]), float(seconds[place]), is_chain)
-                self._drafts, self._num_nodes = drafts.cut(size), size
-        known.reach = max(self._num_nodes, 0.95 * known.reach, _LEAST_REACH)
-        return self._num_nodes, self.choice.is_chain
+        chances, spine = known.acceptance.of_paths(drafts), drafts.spine()
+        seconds = costs.drafted(np.arange(1, len(drafts) + 1), self._context)
+        of_tree = chances.cumsum() - rate * seconds
+        if costs.captured:  # a tree fills its bucket
+            fills = np.isin(np.arange(1, len(drafts) + 1), [*costs.node_counts, len(drafts)])
+            of_tree = np.where(fills, of_tree, -np.inf)
+        of_chain = chances[spine].cumsum() - rate * seconds[: spine.size]
+        is_chain = bool(of_chain.max() >= of_tree.max())
+        size = 1 + int((of_chain if is_chain else of_tree).argmax())
+        nodes = spine[:size] if is_chain else np.arange(size)
+        self._drafts, self._num_nodes = drafts.chain(nodes) if is_chain else drafts.cut(size), size
+        chosen = chances[nodes]
+        self.choice = Choice(chosen.tolist(), float(chosen.sum()), float(seconds[size - 1]), is_chain)
+        known.reach = max(size, 0.95 * known.reach, _LEAST_REACH)
+        return nodes
 
     def _scored(self, log_probs: Tensor, root: int, budget: int) -> tuple[DraftTree, Tensor]:
         if self.scored is not None:
@@ -190,13 +187,6 @@ class AutoBudget:
         self._since_plain += 1
         if self._is_typical:
             costs.learn_drafted(self._num_nodes, seconds, self._context)
-
-
-def _sizes(costs: RoundCosts, most: int, is_chain: bool) -> np.ndarray:
-    """Node counts to choose from, at most `most`: every one, but a tree on a captured target fills its bucket."""
-    if is_chain or not costs.captured:
-        return np.arange(1, most + 1)
-    return np.unique(np.minimum(costs.node_counts, most))
 
 
 def _find(built: DraftTree, pruned: DraftTree, accepted: Acceptance) -> list[int]:
