@@ -83,7 +83,7 @@ def replay(args: argparse.Namespace) -> None:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with args.out.open("a") as out:
         for file in args.recordings:
-            recordings = load_recordings(file)
+            recordings = load_recordings(file)[: args.texts]
             for budget in args.budgets:
                 for arm in ARMS:
                     begun, emitted, rounds = time.process_time(), 0, 0
@@ -137,6 +137,7 @@ def main() -> None:
     replaying.add_argument("recordings", type=Path, nargs="+", help="files that `record` wrote")
     replaying.add_argument("--table", type=Path, required=True, help="what `deltatree transitions` wrote")
     replaying.add_argument("--budgets", type=int, nargs="+", default=[CHAIN, 8, 16, 32, 64], help="15 is the chain")
+    replaying.add_argument("--texts", type=int, help="the first so many of each file [default: all]")
     replaying.add_argument("--out", type=Path, required=True, help="JSON lines, appended to")
     replaying.set_defaults(run=replay)
     reporting = verbs.add_parser("report")

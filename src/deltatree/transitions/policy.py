@@ -11,7 +11,7 @@ from torch import Tensor
 from deltatree.transitions.table import NOTHING, TransitionTable
 from deltatree.tree import Acceptance, DraftTree, chain_tree, top_candidates
 
-CANDIDATES = 32
+CANDIDATES = 64
 """Tokens of every depth that are scored; the same at every budget, so that a larger tree begins with the smaller one."""
 STRENGTHS = (0.25, 0.35, 0.5)
 """Exponent of the transitions at first: of the root's children, of the argmax spine's, of all others' children."""
