@@ -17,6 +17,7 @@ from deltatree.capture import Captured, shared_pool
 from deltatree.drafter.dflash import DFlashDrafter, DFlashLayer
 from deltatree.kernels.attention import tree_attention
 from deltatree.kernels.fused import add_norm, norm_rotate, swiglu
+from deltatree.kernels.linear import product
 
 PROMPT_CHUNK = 2048  # rows of features that are appended at once
 
@@ -115,7 +116,7 @@ class FastDFlashDrafter:
             hidden = self._normed(residual, update, layer.input_layernorm)
             mixed = self._attend(buffers, index, layer, hidden)
             hidden = self._normed(residual, mixed, layer.post_attention_layernorm)
-            update = linear(swiglu(linear(hidden, self.gate_ups[index])), layer.mlp.down_proj.weight)
+            update = linear(swiglu(product(hidden, self.gate_ups[index])), layer.mlp.down_proj.weight)
         hidden = self._normed(residual, update, self.model.norm)
         buffers.logits.copy_(self.target.head(hidden[1:]))
 

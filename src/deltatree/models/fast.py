@@ -20,6 +20,7 @@ from deltatree.kernels.conv import tree_conv
 from deltatree.kernels.experts import expert_mlp, route
 from deltatree.kernels.fused import add_norm, gated_norm, norm_rotate, output_gate, swiglu
 from deltatree.kernels.gated_delta import DeltaStash, tree_gated_delta
+from deltatree.kernels.linear import product
 from deltatree.models.packed import Norm, PackedAttention, PackedExperts, PackedMLP, PackedRecurrent, norm_of, pack
 from deltatree.models.protocol import Verified
 from deltatree.models.reference import ReferenceTarget
@@ -175,7 +176,7 @@ class FastTarget:
     def _attend(self, w: PackedAttention, x: Tensor, nodes: Nodes, buffers: StaticBuffers, index: int) -> Tensor:
         """Attention of all nodes. x: [n, hidden]; their keys and values go behind the committed rows."""
         keys, values = buffers.keys[index], buffers.values[index]
-        projected = linear(x, w.projection, w.bias)
+        projected = product(x, w.projection, w.bias)
         q = norm_rotate(
             projected, keys[0], values[0], depths=nodes.depths, length=buffers.length, frequencies=self.frequencies,
             scaling=self.rotary_scaling, q_weight=w.q_norm.weight, k_weight=w.k_norm.weight, eps=w.q_norm.eps,
@@ -215,9 +216,9 @@ def _recur(w: PackedRecurrent, x: Tensor, nodes: Nodes, buffers: StaticBuffers, 
     count = x.shape[0]
     projected = buffers.projected[index, 0, :count]
     if w.order is None:
-        torch.mm(x, w.projection.T, out=projected)
+        product(x, w.projection, out=projected)
     else:
-        torch.index_select(linear(x, w.projection), 1, w.order, out=projected)
+        torch.index_select(product(x, w.projection), 1, w.order, out=projected)
     wide = w.value_heads * w.value_dim
     qkv, z, b, a = projected.split([w.channels, wide, w.value_heads, w.value_heads], dim=-1)
     mixed = tree_conv(buffers.windows[index], qkv[None], weight=w.conv_weight, bias=w.conv_bias, rows=nodes.rows)
