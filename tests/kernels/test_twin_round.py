@@ -6,6 +6,8 @@ from dataclasses import fields
 
 import pytest
 import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_cases import DEVICE, ON_GPU, draft_case, is_tree, needs_kernels, some_examples

@@ -15,9 +15,12 @@ from contextlib import closing, suppress
 from pathlib import Path
 from statistics import median
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from deltatree.decode.acceptance import Drafts
+from deltatree.decode.auto import Choice
 from deltatree.decode.costs import NODE_COUNTS, RoundCosts
 from deltatree.decode.sampling import Sampler
 from deltatree.decode.stream import Ending, decode
@@ -106,9 +109,10 @@ class _Schedule:
     def widest(self) -> int:
         return max(self.sizes[len(self.seconds)] - 1, 0)
 
-    def choose(self, tree: object, chain: object = None) -> tuple[int, bool]:
-        """As `AutoBudget.choose`, where rounds stay on the device."""
-        return self.sizes[len(self.seconds)], False
+    def choose(self, drafts: Drafts) -> np.ndarray:
+        """As `AutoBudget.choose`, where rounds stay on the device: always the tree."""
+        self.choice = Choice([], 0.0, 0.0, is_chain=False)
+        return np.arange(min(self.sizes[len(self.seconds)], len(drafts)))
 
     def learn(self, path: list[int], num_nodes: int) -> None:
         """Nothing: only times count here."""

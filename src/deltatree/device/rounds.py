@@ -304,8 +304,8 @@ class DeviceLoop:
             return self.rounds.run(0)
         widest = next(size for size in (*WIDEST, self.budget) if size >= min(self.policy.widest, self.budget))
         drafted = self.rounds.draft(widest)
-        size, is_chain = self.policy.choose(Drafts.of(drafted.parents, drafted.depths, drafted.scores))
-        done = self.rounds.verify(size - 1, of=widest, chain=is_chain)
+        size = len(self.policy.choose(Drafts.of(drafted.parents, drafted.depths, drafted.scores)))
+        done = self.rounds.verify(size - 1, of=widest, chain=self.policy.choice.is_chain)
         self.policy.learn(done.path, size)
         return done
 

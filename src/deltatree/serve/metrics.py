@@ -47,7 +47,7 @@ class Metrics:
         self.reused_tokens.inc(running.reused_length)
         self.completion_tokens.inc(running.num_tokens)
         self.rounds.inc(len(running.acceptance_lengths))
-        self.drafted.inc(running.num_drafted)
+        self.drafted.inc(sum(running.budgets))
         self.prefill.observe(running.prefill_seconds)
         self.decoding.observe(running.decode_seconds)
         if running.acceptance_lengths:

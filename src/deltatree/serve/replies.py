@@ -62,7 +62,7 @@ class Reply:
             "deltatree": {
                 "method": done[0].method,
                 "rounds": sum(g.rounds for g in done),
-                "drafted": sum(g.num_drafted for g in done),
+                "drafted": sum(sum(g.budgets) for g in done),
                 "accepted": sum(sum(g.acceptance_lengths) - g.rounds for g in done),
             },
         }
