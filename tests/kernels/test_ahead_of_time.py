@@ -113,6 +113,8 @@ def round_launches(dtype, monkeypatch) -> list:
     calls = [
         (candidates, ("_groups_kernel", "_select_kernel"), lambda: candidates.top_candidates(logits, 256)),
         (tree_build, ("_grow_kernel", "_relate_kernel"), lambda: tree_build.build_tree(values, ids, nodes, budget=256)),
+        (tree_build, ("_grow_kernel", "_relate_kernel"), lambda: tree_build.build_tree(values, ids, 9, budget=256)),
+        (tree_build, ("_grow_kernel", "_relate_kernel"), lambda: tree_build.build_tree(values, ids.int(), nodes, budget=16)),
         (walk, ("_walk_kernel",), lambda: walk.walk(nodes, nodes, nodes, num_nodes=count, max_depth=15)),
     ]
     launches = []
@@ -152,7 +154,7 @@ def attention_launches(q, cache, seen, length, monkeypatch) -> list:
 def test_every_kernel_compiles(capability, monkeypatch):
     monkeypatch.setattr(attention, "_shared_bytes", lambda device: SHARED_BYTES[capability])
     launches = all_launches(monkeypatch) + round_launches(torch.float32, monkeypatch)
-    assert len(launches) == 16
+    assert len(launches) == 20
     for kernel, args, options in launches:
         compiled = compile_for(capability, kernel, args, options)
         assert compiled.asm["cubin"]

@@ -74,14 +74,14 @@ def _grow_kernel(
         own = tl.load(scores + parent, mask=found, other=0.0)
         sibling = own + tl.load(values + depth * svd + (rank + 1) * svc, mask=has_sibling, other=0.0)
         child = score + tl.load(values + (depth + 1) * svd, mask=has_child, other=0.0)
-        token = tl.load(ids + depth * sid + rank * sic, mask=found, other=0)
+        drafted = tl.load(ids + depth * sid + rank * sic, mask=found, other=0)  # may be wider than the root's integer
         moved = (offers != _NOTHING) & (((offers >> 23) & 511) < behind)
         offers = tl.where(moved, offers - (1 << 23), offers)
         place = 511 - behind
         offers = tl.where(slot == parent, _offer(has_sibling, sibling, place + 1, parent, depth, rank + 1), offers)
         offers = tl.where(slot == node, _offer(has_child, child, place, node, depth + 1, 0), offers)
         count += found.to(tl.int32)
-        tl.store(token_ids + node, token)
+        tl.store(token_ids + node, drafted)
         tl.store(parents + node, tl.where(found, parent, 0))
         tl.store(depths + node, tl.where(found, depth + 1, 0))
     tl.store(num_nodes, count)
