@@ -53,7 +53,7 @@ def main() -> None:
     began = time.monotonic()
     budgets = tuple(b if b == "auto" else int(b) for b in options.budgets.split(","))
     plan = ProjectionPlan(budgets=budgets, max_new_tokens=options.tokens, repeats=options.repeats, context_length=64)
-    target, timed = target_and_drafter(options.shape, PROFILES["chat"].depth + 1)
+    target, timed = target_and_drafter(options.shape, PROFILES["chat"].depth + 1, backend="device")
     with torch.no_grad():
         target.model.get_output_embeddings().weight[LIVE_ROWS:] *= 0.125
     keep_drafter()

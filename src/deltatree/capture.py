@@ -12,10 +12,17 @@ class Captured:
 
     step: reads and writes tensors whose addresses stay the same; nothing in it waits for the device
     pool: memory pool that graphs share which never run at the same time, from `torch.cuda.graph_pool_handle`
-    The step runs twice before the capture (kernels are compiled then), so it must bear being repeated.
+    before: run before each of the two passes that precede the capture (kernels are compiled in them), so that a step which
+        leaves work for the next one does not find it
     """
 
-    def __init__(self, step: Callable[[], object], device: torch.device, pool: object = None) -> None:
+    def __init__(
+        self,
+        step: Callable[[], object],
+        device: torch.device,
+        pool: object = None,
+        before: Callable[[], object] = lambda: None,
+    ) -> None:
         self.step, self.graph = step, None
         if device.type != "cuda":
             return
@@ -24,6 +31,7 @@ class Captured:
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 for _ in range(2):
+                    before()
                     step()
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()

@@ -5,19 +5,36 @@ import torch
 from checkpoints import drafter_config, save_drafter
 from tiny import VOCAB
 
+from deltatree.capture import Captured
 from deltatree.decode import Ending, Sampler, decode
 from deltatree.device import DeviceRounds
 from deltatree.drafter import FastDFlashDrafter, NoDrafter, load_drafter, read_drafter_config
 from deltatree.models import FastTarget, ReferenceTarget
 from deltatree.tree import best_first, chain, no_draft
 
+
+class WarmedUp(Captured):
+    """On a CPU, too, the step runs twice before it counts."""
+
+    def __init__(self, step, device, pool=None, before=lambda: None):
+        super().__init__(step, device, pool, before)
+        for _ in range(2):
+            before()
+            step()
+
+
 PROMPT = [(7 * i + 3) % VOCAB for i in range(30)]
 
 
-@pytest.fixture
-def pair(hybrid, tmp_path):
+@pytest.fixture(params=[False, True], ids=["uncaptured", "warmed up"])
+def pair(hybrid, tmp_path, request, monkeypatch):
+    """With passes before the first real one, as a capture needs them, and without."""
+    if request.param:
+        monkeypatch.setattr("deltatree.device.rounds.Captured", WarmedUp)
     config = read_drafter_config(str(save_drafter(tmp_path, drafter_config())))
-    target = FastTarget(ReferenceTarget(hybrid, config.taps), context_length=256, buckets=(1, 8, 24, 40))
+    target = FastTarget(
+        ReferenceTarget(hybrid, config.taps), context_length=256, buckets=(1, 8, 24, 40), device_rounds=True
+    )
     return target, FastDFlashDrafter(load_drafter(config, target), context_length=200)
 
 
@@ -128,7 +145,9 @@ def test_decode_takes_the_device_and_gives_the_hosts_text(pair, budget, monkeypa
 
 def test_past_the_drafters_context_decoding_goes_on_plainly(hybrid, tmp_path):
     config = read_drafter_config(str(save_drafter(tmp_path, drafter_config())))
-    target = FastTarget(ReferenceTarget(hybrid, config.taps), context_length=120, buckets=(1, 8, 24))
+    target = FastTarget(
+        ReferenceTarget(hybrid, config.taps), context_length=120, buckets=(1, 8, 24), device_rounds=True
+    )
     drafter = FastDFlashDrafter(load_drafter(config, target), context_length=60)
     truth = [token for tokens, _ in host_rounds(target, NoDrafter(VOCAB), no_draft, 0, 89) for token in tokens]
     rounds = list(

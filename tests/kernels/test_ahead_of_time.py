@@ -114,7 +114,11 @@ def round_launches(dtype, monkeypatch) -> list:
         (candidates, ("_groups_kernel", "_select_kernel"), lambda: candidates.top_candidates(logits, 256)),
         (tree_build, ("_grow_kernel", "_relate_kernel"), lambda: tree_build.build_tree(values, ids, nodes, budget=256)),
         (tree_build, ("_grow_kernel", "_relate_kernel"), lambda: tree_build.build_tree(values, ids, 9, budget=256)),
-        (tree_build, ("_grow_kernel", "_relate_kernel"), lambda: tree_build.build_tree(values, ids.int(), nodes, budget=16)),
+        (
+            tree_build,
+            ("_grow_kernel", "_relate_kernel"),
+            lambda: tree_build.build_tree(values, ids.int(), nodes, budget=16),
+        ),
         (walk, ("_walk_kernel",), lambda: walk.walk(nodes, nodes, nodes, num_nodes=count, max_depth=15)),
     ]
     launches = []

@@ -130,7 +130,10 @@ def test_a_quantised_layer_falls_back_with_a_reason():
 
 @pytest.mark.parametrize(
     "options, message",
-    [({"backend": "quick"}, "possible are fast, reference"), ({"context_length": 1}, "whole number of tokens from 2")],
+    [
+        ({"backend": "quick"}, "possible are fast, device, reference"),
+        ({"context_length": 1}, "whole number of tokens from 2"),
+    ],
 )
 def test_a_mistake_is_reported_before_weights_load(options, message):
     with pytest.raises(OptionError, match=message):

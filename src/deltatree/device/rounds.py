@@ -88,6 +88,7 @@ class DeviceRounds:
         count = self._count(budget, False)
         self._prepare(count)
         self._captured("draft", count, False, partial(self._draft, count, False))()
+        self._count_committed()
         tree = self.tree(count)
         fields = tree.scores, tree.parents, tree.depths, tree.token_ids
         packed = torch.stack([field.double() for field in fields]).cpu()  # waits for the draft
@@ -117,6 +118,17 @@ class DeviceRounds:
             self.target.captured_commit(self.buffers, len(path))()
             self.state.length += len(path)
         return features
+
+    def _commit_now(self) -> None:
+        """Commit the last path outside of a round."""
+        if self._uncommitted:
+            self.target.captured_commit(self.buffers, len(self._uncommitted))()
+            self._count_committed()
+
+    def _count_committed(self) -> None:
+        """The device has committed the last path."""
+        self.state.length += len(self._uncommitted)
+        self._uncommitted = []
 
     @property
     def num_uncommitted(self) -> int:
@@ -195,7 +207,7 @@ class DeviceRounds:
             torch.cuda.current_stream().synchronize()
         steps, _, *rest = self.record.tolist()
         path, tokens = rest[:steps], rest[self.max_depth + 1 :][:steps]
-        self.state.length += len(self._uncommitted)
+        self._count_committed()
         self._uncommitted = path
         if self.session is not None:
             self.session.count(steps)
@@ -206,13 +218,15 @@ class DeviceRounds:
         key = ("round", kind, count, chain, None if self.session is None else id(self.session.buffers))
         if key not in self.buffers.graphs:
             with torch.inference_mode():
+                self._commit_now()  # the warm-up writes the scratch that a waiting commit would read
                 registers = [self.buffers.steps, self.buffers.length, self.buffers.path, self.bonus]
                 if self.session is not None:
                     context = self.session.buffers
                     registers += [context.length, context.count, context.features]
                 kept = [register.clone() for register in registers]
-                self.buffers.steps.zero_()  # a commit of nothing, as often as it runs
-                self.buffers.graphs[key] = Captured(work, self.target.device, self.target._pool)
+                # Every pass of the warm-up leaves a path to commit, and the next one must not commit it.
+                nothing = self.buffers.steps.zero_
+                self.buffers.graphs[key] = Captured(work, self.target.device, self.target._pool, before=nothing)
                 for register, value in zip(registers, kept, strict=True):
                     register.copy_(value)
         return self.buffers.graphs[key]
@@ -263,7 +277,8 @@ class DeviceLoop:
     @staticmethod
     def covers(target: Target, drafter: Drafter, build_tree: Callable[..., DraftTree], sampler: Sampler) -> bool:
         """Whether these rounds emit what `decode_round` would: greedy, nothing processed, a tree that is built on the device."""
-        if not isinstance(target, FastTarget) or not isinstance(drafter, (FastDFlashDrafter, NoDrafter)):
+        fast = isinstance(target, FastTarget) and target.device_rounds
+        if not fast or not isinstance(drafter, (FastDFlashDrafter, NoDrafter)):
             return False
         plain = sampler.processor is None and sampler.generator is None and sampler.constraint is None
         drafts = sampler.draft_processor is None and sampler.draft_filter is None
@@ -305,8 +320,11 @@ class DeviceLoop:
         widest = next(size for size in (*WIDEST, self.budget) if size >= min(self.policy.widest, self.budget))
         drafted = self.rounds.draft(widest)
         size = len(self.policy.choose(Drafts.of(drafted.parents, drafted.depths, drafted.scores)))
-        done = self.rounds.verify(size - 1, of=widest, chain=self.policy.choice.is_chain)
-        self.policy.learn(done.path, size)
+        is_chain = self.policy.choice.is_chain
+        # A chain is lengthened to what is captured, and costs what that costs; the policy only judges what it chose.
+        filled = min(self.target.bucket(size), self.rounds.max_depth + 1) if is_chain and size > 1 else size
+        done = self.rounds.verify(filled - 1, of=widest, chain=is_chain)
+        self.policy.learn(done.path[:size], size)
         return done
 
 

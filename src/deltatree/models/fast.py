@@ -40,6 +40,7 @@ class FastTarget:
 
     reference: the loaded model; its projections are packed in place and it goes on working
     context_length: tokens that the buffers hold, prompt and answer    buckets: node counts to capture
+    device_rounds: whether greedy rounds may stay on the device from draft to walk (`deltatree.device`)
     Raises ArchitectureError if the model has layers that cannot be packed (quantised ones).
     """
 
@@ -49,7 +50,9 @@ class FastTarget:
         *,
         context_length: int | None = None,
         buckets: tuple[int, ...] = BUCKETS,
+        device_rounds: bool = False,
     ) -> None:
+        self.device_rounds = device_rounds
         self.reference = reference
         self.model, self.config, self.taps = reference.model, reference.config, reference.taps
         self.layer_kinds, self.vocab_size = reference.layer_kinds, reference.vocab_size

@@ -106,7 +106,7 @@ class _Projection:
     experience: Experience | None = None
 
     def __post_init__(self) -> None:
-        on_device = isinstance(self.drafter.timed, FastDFlashDrafter)
+        on_device = isinstance(self.drafter.timed, FastDFlashDrafter) and self.target.device_rounds
         self.drafts = FastReplayDrafter(self.drafter) if on_device else self.drafter
 
     def prompt(self, repeat: int) -> list[int]:
