@@ -138,3 +138,35 @@ def test_a_quantised_layer_falls_back_with_a_reason():
 def test_a_mistake_is_reported_before_weights_load(options, message):
     with pytest.raises(OptionError, match=message):
         deltatree.load(**options)
+
+
+def test_a_round_that_captured_is_not_timed(hybrid):
+    """`finish` tells a policy that a round's time counts; the first round at a size, and its first commit, do not."""
+    from deltatree.decode import Ending, Sampler, decode
+    from deltatree.drafter import RandomDrafter
+    from deltatree.tree import best_first
+
+    class Timed:
+        finished = 0
+
+        def __call__(self, *args, **kwargs):
+            return best_first(*args, **kwargs)
+
+        def finish(self):
+            self.finished += 1
+
+    target, policy = fast(hybrid), Timed()
+    for expected in (0, 1):  # all rounds of the second text are timed, for its buffers are the first one's
+        rounds = decode(
+            target,
+            RandomDrafter(VOCAB, depth=2),
+            [3, 4],
+            build_tree=policy,
+            budget=3,
+            ending=Ending(6),
+            sampler=Sampler(),
+        )
+        before = policy.finished
+        number = sum(1 for _ in rounds) - 1
+        gc.collect()
+        assert (policy.finished - before == number) == bool(expected) and policy.finished < 2 * number

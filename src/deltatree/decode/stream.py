@@ -166,6 +166,14 @@ def decode(
     if hasattr(build_tree, "begin"):
         build_tree.begin(prompt_ids)
     device = None
+
+    def num_captured() -> int:
+        return getattr(target, "num_captured", 0) + getattr(drafter, "num_captured", 0)
+
+    def finish(before: int) -> None:
+        if hasattr(build_tree, "finish") and num_captured() == before:  # else its time was that of a capture
+            build_tree.finish()
+
     while True:
         if conversation is not None:
             conversation._held = _Held(target, drafter, state, session, last.features, prompt_ids, ending.new_ids)
@@ -174,6 +182,7 @@ def decode(
             return
         if conversation is not None:
             conversation._held = None  # while a round runs the state is in motion
+        captured = num_captured()
         length = state.length if device is None else device.length
         may_draft = length + drafter.depth < drafter.context_length  # else its block has no place left
         if device is None and covers_device(target, drafter, build_tree, sampler):
@@ -181,6 +190,7 @@ def decode(
         if device is not None:
             last = device.round(ending.cut, may_draft=may_draft)
             session.watch(last.acceptance_length, last.num_nodes)
+            finish(captured)
             continue
         if not may_draft:
             session.rest()
@@ -203,5 +213,4 @@ def decode(
         session.watch(last.acceptance_length, last.num_nodes)
         if rests:  # the drafter has not seen these yet: it gets them when it drafts again
             last = replace(last, features=torch.cat([before, last.features]))
-        if hasattr(build_tree, "finish"):
-            build_tree.finish()
+        finish(captured)

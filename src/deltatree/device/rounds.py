@@ -218,6 +218,7 @@ class DeviceRounds:
         key = ("round", kind, count, chain, None if self.session is None else id(self.session.buffers))
         if key not in self.buffers.graphs:
             with torch.inference_mode():
+                self.target.num_captured += 1
                 self._commit_now()  # the warm-up writes the scratch that a waiting commit would read
                 registers = [self.buffers.steps, self.buffers.length, self.buffers.path, self.bonus]
                 if self.session is not None:
@@ -287,7 +288,6 @@ class DeviceLoop:
 
     def round(self, cut: Callable[[list[int]], tuple[int, str | None]], *, may_draft: bool) -> Round:
         """One round. cut: how many of the new tokens to keep, and why the text ends. may_draft: the block has a place."""
-        num_graphs = len(self.rounds.buffers.graphs)
         if self.rounds.session is not None and not may_draft:
             self.rounds = self.rounds.without_session()
         if self.rounds.session is None:
@@ -298,8 +298,6 @@ class DeviceLoop:
             done = self.rounds.run(self.budget, chain=self.policy is chain)
         kept, ended = cut(done.token_ids)
         features = self.rounds.finish(kept) if ended is not None else self.nothing
-        if hasattr(self.policy, "finish") and len(self.rounds.buffers.graphs) == num_graphs:
-            self.policy.finish()  # a round that captured something took a time that says nothing
         depth = 0 if done.num_nodes == 1 else self.rounds.max_depth
         return Round(done.token_ids[:kept], len(done.path), features, done.num_nodes, depth, ended)
 

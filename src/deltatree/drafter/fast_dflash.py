@@ -56,6 +56,7 @@ class FastDFlashDrafter:
         self.depth = drafter.depth
         self.context_length = min(context_length, drafter.context_length)
         self.most_new = most_new
+        self.num_captured = 0  # graphs
         device, config = self.target.device, self.config
         half = config.head_dim // 2
         self.frequencies = config.rope_theta ** (-torch.arange(half, device=device, dtype=torch.float32) / half)
@@ -142,6 +143,7 @@ class FastDFlashDrafter:
     def captured(self, buffers: _Buffers) -> Captured:
         """`draft` as captured work; the warm-up appends rows that count for nothing."""
         if buffers.graph is None:
+            self.num_captured += 1
             count = buffers.count.clone()
             buffers.count.zero_()
             buffers.graph = Captured(partial(self.draft, buffers), self.target.device, self._pool)

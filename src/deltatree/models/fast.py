@@ -53,6 +53,7 @@ class FastTarget:
         device_rounds: bool = False,
     ) -> None:
         self.device_rounds = device_rounds
+        self.num_captured = 0  # graphs; a round that made one took a time that says nothing
         self.reference = reference
         self.model, self.config, self.taps = reference.model, reference.config, reference.taps
         self.layer_kinds, self.vocab_size = reference.layer_kinds, reference.vocab_size
@@ -135,6 +136,7 @@ class FastTarget:
         """The verify of `buffers.nodes(count)` as captured work. depth: no node is deeper."""
         key = ("verify", count, 0 if count == 1 else depth)
         if key not in buffers.graphs:
+            self.num_captured += 1
             step = partial(self.step, buffers, buffers.nodes(count), key[2])
             buffers.graphs[key] = Captured(step, self.device, self._pool)
         return buffers.graphs[key]
@@ -143,6 +145,7 @@ class FastTarget:
         """The commit of `buffers.path[:buffers.steps]` as captured work, for paths of up to `path_length` nodes."""
         size = next(size for size in (1, 4, USUAL_DEPTH + 1, MAX_DEPTH + 1) if size >= path_length)
         if ("commit", size) not in buffers.graphs:
+            self.num_captured += 1
             steps = buffers.steps.clone()
             buffers.steps.zero_()  # warm-up runs the commit too, of nothing
             buffers.graphs["commit", size] = Captured(partial(buffers.commit, size), self.device, self._pool)
