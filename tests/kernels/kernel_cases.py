@@ -20,7 +20,7 @@ needs_kernels = pytest.mark.skipif(
     not (ON_GPU or INTERPRETED),
     reason="Triton kernels need a GPU, or TRITON_INTERPRET=1 from the start; test_interpreter.py runs this file so",
 )
-some_examples = settings(max_examples=60 if ON_GPU else 8, deadline=None, derandomize=True, database=None)
+some_examples = settings(max_examples=60 if ON_GPU else 5, deadline=None, derandomize=True, database=None)
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
