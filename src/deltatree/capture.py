@@ -37,7 +37,7 @@ class Captured:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
                 step()
-        self.graph = graph
+        self.graph, self.step = graph, None
 
     def __call__(self) -> None:
         if self.graph is None:

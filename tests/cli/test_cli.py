@@ -107,3 +107,10 @@ def test_inspect_tells_sizes_and_why_a_pair_is_refused(tmp_path):
     assert done.returncode == 2 and "refused" in done.stdout and "hidden size 32" in " ".join(done.stdout.split())
     fitting = run("inspect", "shipped", "--drafter", "shipped")
     assert fitting.returncode == 0 and "block size" in fitting.stdout
+
+
+def test_inspect_measures_noise_when_asked():
+    done = run("inspect", "shipped", "--numerics", "--dtype", "float32", "--json")
+    assert done.returncode == 0, done.stderr
+    noise = json.loads(done.stdout)["noise"]
+    assert list(noise) == ["2", "8", "16", "32", "64"] and all(0 < size < 1e-3 for size in noise.values())

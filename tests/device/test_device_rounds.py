@@ -1,5 +1,7 @@
 """Rounds on the device are the rounds of the host: same tokens, same paths, same state; here uncaptured, on the CPU."""
 
+import gc
+
 import pytest
 import torch
 from checkpoints import drafter_config, save_drafter
@@ -155,3 +157,14 @@ def test_past_the_drafters_context_decoding_goes_on_plainly(hybrid, tmp_path):
     )
     assert tokens_of(rounds)[:89] == truth and len(tokens_of(rounds)) == 90
     assert {r.num_nodes for r in rounds[1:]} == {1, 17} and rounds[-1].ended == "length"
+
+
+def test_buffers_are_lent_again(pair):
+    """The captured work, which stays with the buffers, holds no generation alive."""
+    target, drafter = pair
+    for _ in range(3):
+        run = decode(target, drafter, PROMPT, build_tree=best_first, budget=7, ending=Ending(9), sampler=Sampler())
+        assert len(tokens_of(run)) == 9
+        del run
+        gc.collect()
+        assert len(target._free) == 1 and len(drafter._free) == 1

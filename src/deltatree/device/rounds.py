@@ -27,7 +27,7 @@ from deltatree.kernels.tree_build import TreeBuffers, build_tree
 from deltatree.kernels.walk import Walked, walk
 from deltatree.models.fast import USUAL_DEPTH, FastTarget
 from deltatree.models.protocol import Target
-from deltatree.state import Nodes, StaticState
+from deltatree.state import Nodes, StaticBuffers, StaticState
 from deltatree.state.static import MAX_DEPTH
 from deltatree.tree import DraftTree, best_first, chain, no_draft
 
@@ -51,6 +51,95 @@ class Drafted:
     token_ids: list[int]
 
 
+class RoundWork:
+    """What is captured of rounds: steps over a target's and a drafter's buffers, which outlive the generation.
+
+    Nothing here knows the generation, so that the graphs, which stay with the buffers, hold none alive.
+    context: the drafter's buffers, None without a drafter
+    """
+
+    def __init__(self, target: FastTarget, buffers: StaticBuffers, drafter: FastDFlashDrafter | None, context) -> None:
+        self.target, self.buffers, self.drafter, self.context = target, buffers, drafter, context
+        self.max_depth = 0 if drafter is None else drafter.depth
+        with torch.inference_mode():
+            self.walked = self._scratch(("walked", self.max_depth), lambda: Walked.empty(self.max_depth, target.device))
+            if context is None:
+                self.bonus = self._scratch("bonus", lambda: torch.zeros(1, dtype=torch.int64, device=target.device))
+            else:
+                self.bonus = context.bonus
+
+    def tree(self, count: int, chain: bool = False) -> TreeBuffers:
+        """The buffers of a tree of `count` nodes, root included."""
+        kernel, device = self.target.shapes.kernel, self.target.device
+
+        def new() -> TreeBuffers:
+            tree = TreeBuffers.empty(count, kernel, device)
+            if count == 1:  # the root alone: only its token changes
+                for name, value in (("parents", -1), ("depths", 0), ("scores", 0), ("ancestors", 1), ("num_nodes", 1)):
+                    getattr(tree, name).fill_(value)
+                tree.rows.copy_(torch.arange(kernel))
+            return tree
+
+        return self._scratch(("tree", count, chain), new)
+
+    def round(self, count: int, chain: bool) -> None:
+        self.draft(count, chain)
+        self._verify(self.tree(count, chain), count)
+
+    def draft(self, count: int, chain: bool) -> None:
+        """Commit the last round's path, give the drafter its features, draft and build."""
+        self.buffers.commit(self._path_size)
+        context, tree = self.context, self.tree(count, chain)
+        if count == 1:
+            if context is not None:
+                self.drafter.append(context, context.features, context.count)
+            tree.token_ids.copy_(self.bonus)
+            return
+        self.drafter.draft(context)
+        values, ids = top_candidates(context.logits, 1 if chain else count - 1)
+        build_tree(values, ids, self.bonus, budget=count - 1, out=tree)
+
+    def verify_part(self, count: int, of: int, chain: bool) -> None:
+        """Verify the first nodes of a wider tree, or a chain that takes its tokens from the same draft."""
+        tree = self.tree(of)
+        if chain:
+            tree = self.tree(count, True)
+            values, ids = top_candidates(self.context.logits, 1)
+            build_tree(values, ids, self.bonus, budget=count - 1, out=tree)
+        self._verify(tree, count)
+
+    def _verify(self, tree: TreeBuffers, count: int) -> None:
+        """Verify, walk, and leave path, steps, bonus and features where the next round finds them."""
+        buffers, walked = self.buffers, self.walked
+        seen = tree.ancestors[:count, :count].view(torch.bool)
+        nodes = Nodes(tree.token_ids[:count], tree.depths[:count], tree.rows[:count], seen)
+        self.target.step(buffers, nodes, 0 if count == 1 else self._depth)
+        choices = buffers.logits[:count].argmax(-1)
+        num_nodes = tree.num_nodes.clamp(max=count)
+        walk(nodes.token_ids, tree.parents[:count], choices, num_nodes=num_nodes, max_depth=self.max_depth, out=walked)
+        buffers.path[: self.max_depth + 1].copy_(walked.path)
+        buffers.steps.copy_(walked.steps)
+        self.bonus.copy_(walked.bonus)
+        context = self.context
+        if context is not None:
+            context.features[: self.max_depth + 1] = buffers.features.index_select(0, walked.path)
+            context.count.copy_(walked.steps)
+
+    @property
+    def _depth(self) -> int:
+        return USUAL_DEPTH if self.max_depth <= USUAL_DEPTH else MAX_DEPTH
+
+    @property
+    def _path_size(self) -> int:
+        return self.max_depth + 1
+
+    def _scratch(self, key, new: Callable[[], object]) -> object:
+        if key not in self.buffers.scratch:
+            with torch.inference_mode():
+                self.buffers.scratch[key] = new()
+        return self.buffers.scratch[key]
+
+
 class DeviceRounds:
     """Rounds of one generation: greedy, with best-first trees, chains, or no draft.
 
@@ -62,16 +151,13 @@ class DeviceRounds:
         self, target: FastTarget, state: StaticState, session: FastSession | None, features: Tensor, bonus: int
     ) -> None:
         self.target, self.state, self.session, self.buffers = target, state, session, state.buffers
-        self.drafter = None if session is None else session.drafter
-        self.max_depth = 0 if session is None else session.drafter.depth
+        drafter, context = (None, None) if session is None else (session.drafter, session.buffers)
+        self.work = RoundWork(target, state.buffers, drafter, context)
+        self.max_depth, self.bonus = self.work.max_depth, self.work.bonus
         with torch.inference_mode():
-            self.walked = self._scratch(("walked", self.max_depth), lambda: Walked.empty(self.max_depth, target.device))
-            self.record = torch.empty_like(self.walked.record, device="cpu", pin_memory=_is_gpu(target.device))
-            if session is None:
-                self.bonus = self._scratch("bonus", lambda: torch.zeros(1, dtype=torch.int64, device=target.device))
-            else:
+            self.record = torch.empty_like(self.work.walked.record, device="cpu", pin_memory=_is_gpu(target.device))
+            if session is not None:
                 session.place(features)
-                self.bonus = session.buffers.bonus
             self.bonus.fill_(bonus)
             self.buffers.steps.zero_()
         self._uncommitted: list[int] = []
@@ -80,16 +166,16 @@ class DeviceRounds:
         """A whole round as one piece of captured work. budget: drafted nodes, 0 for plain decoding."""
         count = self._count(budget, chain)
         self._prepare(count)
-        return self._finish(self._captured("round", count, chain, partial(self._round, count, chain)), count)
+        return self._finish(self._captured("round", count, chain, partial(self.work.round, count, chain)), count)
 
     @torch.inference_mode()
     def draft(self, budget: int) -> Drafted:
         """The first half of a round whose budget is chosen in between: commit, draft, build the widest tree."""
         count = self._count(budget, False)
         self._prepare(count)
-        self._captured("draft", count, False, partial(self._draft, count, False))()
+        self._captured("draft", count, False, partial(self.work.draft, count, False))()
         self._count_committed()
-        tree = self.tree(count)
+        tree = self.work.tree(count)
         fields = tree.scores, tree.parents, tree.depths, tree.token_ids
         packed = torch.stack([field.double() for field in fields]).cpu()  # waits for the draft
         scores, *rest = packed[:, : int(tree.num_nodes)]
@@ -101,7 +187,7 @@ class DeviceRounds:
         chain: verify the drafter's most probable tokens in one line instead
         """
         count = self._count(budget, chain)
-        work = partial(self._verify_part, count, self._count(of, False), chain)
+        work = partial(self.work.verify_part, count, self._count(of, False), chain)
         return self._finish(self._captured(("verify", of), count, chain, work), count)
 
     @torch.inference_mode()
@@ -140,69 +226,11 @@ class DeviceRounds:
         features = self.finish(self.num_uncommitted)
         return DeviceRounds(self.target, self.state, None, features, int(self.bonus))
 
-    def tree(self, count: int, chain: bool = False) -> TreeBuffers:
-        """The buffers of a tree of `count` nodes, root included."""
-        kernel, device = self.target.shapes.kernel, self.target.device
-
-        def new() -> TreeBuffers:
-            tree = TreeBuffers.empty(count, kernel, device)
-            if count == 1:  # the root alone: only its token changes
-                for name, value in (("parents", -1), ("depths", 0), ("scores", 0), ("ancestors", 1), ("num_nodes", 1)):
-                    getattr(tree, name).fill_(value)
-                tree.rows.copy_(torch.arange(kernel))
-            return tree
-
-        return self._scratch(("tree", count, chain), new)
-
-    def _round(self, count: int, chain: bool) -> None:
-        self._draft(count, chain)
-        self._verify(self.tree(count, chain), count)
-
-    def _draft(self, count: int, chain: bool) -> None:
-        """Commit the last round's path, give the drafter its features, draft and build."""
-        self.buffers.commit(self._path_size)
-        context = None if self.session is None else self.session.buffers
-        tree = self.tree(count, chain)
-        if count == 1:
-            if context is not None:
-                self.drafter.append(context, context.features, context.count)
-            tree.token_ids.copy_(self.bonus)
-            return
-        self.drafter.draft(context)
-        values, ids = top_candidates(context.logits, 1 if chain else count - 1)
-        build_tree(values, ids, self.bonus, budget=count - 1, out=tree)
-
-    def _verify_part(self, count: int, of: int, chain: bool) -> None:
-        """Verify the first nodes of a wider tree, or a chain that takes its tokens from the same draft."""
-        tree = self.tree(of)
-        if chain:
-            tree = self.tree(count, True)
-            values, ids = top_candidates(self.session.buffers.logits, 1)
-            build_tree(values, ids, self.bonus, budget=count - 1, out=tree)
-        self._verify(tree, count)
-
-    def _verify(self, tree: TreeBuffers, count: int) -> None:
-        """Verify, walk, and leave path, steps, bonus and features where the next round finds them."""
-        buffers, walked = self.buffers, self.walked
-        seen = tree.ancestors[:count, :count].view(torch.bool)
-        nodes = Nodes(tree.token_ids[:count], tree.depths[:count], tree.rows[:count], seen)
-        self.target.step(buffers, nodes, 0 if count == 1 else self._depth)
-        choices = buffers.logits[:count].argmax(-1)
-        num_nodes = tree.num_nodes.clamp(max=count)
-        walk(nodes.token_ids, tree.parents[:count], choices, num_nodes=num_nodes, max_depth=self.max_depth, out=walked)
-        buffers.path[: self.max_depth + 1].copy_(walked.path)
-        buffers.steps.copy_(walked.steps)
-        self.bonus.copy_(walked.bonus)
-        if self.session is not None:
-            context = self.session.buffers
-            context.features[: self.max_depth + 1] = buffers.features.index_select(0, walked.path)
-            context.count.copy_(walked.steps)
-
     @torch.inference_mode()
     def _finish(self, work: Captured, count: int) -> DeviceRound:
         """Run the work that ends a round and read its record: the one wait of a round."""
         work()
-        self.record.copy_(self.walked.record, non_blocking=True)
+        self.record.copy_(self.work.walked.record, non_blocking=True)
         if _is_gpu(self.target.device):
             torch.cuda.current_stream().synchronize()
         steps, _, *rest = self.record.tolist()
@@ -238,20 +266,6 @@ class DeviceRounds:
 
     def _count(self, budget: int, chain: bool) -> int:
         return 1 + (min(budget, self.max_depth) if chain else budget if self.max_depth else 0)
-
-    @property
-    def _depth(self) -> int:
-        return USUAL_DEPTH if self.max_depth <= USUAL_DEPTH else MAX_DEPTH
-
-    @property
-    def _path_size(self) -> int:
-        return 1 if self.session is None else self.max_depth + 1
-
-    def _scratch(self, key, new: Callable[[], object]) -> object:
-        if key not in self.buffers.scratch:
-            with torch.inference_mode():
-                self.buffers.scratch[key] = new()
-        return self.buffers.scratch[key]
 
 
 class DeviceLoop:
