@@ -76,6 +76,13 @@ def describe_versions() -> dict:
     return versions | {"cuda": torch.version.cuda}
 
 
+def _backend(target) -> str:
+    """As `deltatree.load` names it."""
+    if not hasattr(target, "captured_verify"):
+        return "reference"
+    return "device" if target.device_rounds else "fast"
+
+
 def describe_run(pair, samples: list[Sample], plan: BenchPlan, *, command: str, num_processes: int) -> dict:
     """Everything of run.json that is known before decoding."""
     import torch
@@ -88,6 +95,7 @@ def describe_run(pair, samples: list[Sample], plan: BenchPlan, *, command: str, 
         "drafter": describe_model(pair.names[1], "drafter"),
         "device": describe_machine(pair.target.device),
         "dtype": str(pair.target.embed(torch.zeros(1, dtype=torch.int64)).dtype).removeprefix("torch."),
+        "backend": _backend(pair.target),
         "versions": describe_versions(),
         "num_processes": num_processes,
         "num_cores": os.cpu_count(),

@@ -232,7 +232,7 @@ def refuse_other_run(out: Path, run: dict) -> bool:
     differing = [
         f"{name} ({_short(_flat(held).get(name))} there, {_short(value)} now)"
         for name, value in _flat({part: run[part] for part in IDENTITY if part in run}).items()
-        if _flat(held).get(name) != value
+        if _flat({"backend": "reference"} | held).get(name) != value  # the only one, before there were others
     ]
     if differing:
         raise RecordError(
@@ -242,7 +242,7 @@ def refuse_other_run(out: Path, run: dict) -> bool:
     return True
 
 
-IDENTITY = ("plan", "samples", "target", "drafter", "device", "dtype", "versions")
+IDENTITY = ("plan", "samples", "target", "drafter", "device", "dtype", "backend", "versions")
 """The parts of run.json that must agree for records to stand in one folder."""
 
 
