@@ -38,7 +38,7 @@ def test_the_commands_run(line, tmp_path_factory):
         command = [str(ROOT / "scripts/bench-ddtree.sh"), *shlex.split(line, comments=True)[1:]]
         command[command.index("20")], command[command.index("128")] = "1", "16"  # the same line, smaller
     else:
-        command = [sys.executable, "-m", *shlex.split(line)]
+        command = [sys.executable, "-m", *shlex.split(line, comments=True)]
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=os.environ | {"PATH": path})
     assert done.returncode == 0, done.stderr
