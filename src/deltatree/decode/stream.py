@@ -165,7 +165,7 @@ def decode(
     del held, verified, features
     if hasattr(build_tree, "begin"):
         build_tree.begin(prompt_ids)
-    device = None
+    device, keeps_device = None, covers_device(target, drafter, build_tree, sampler)
 
     def num_captured() -> int:
         return getattr(target, "num_captured", 0) + getattr(drafter, "num_captured", 0)
@@ -185,7 +185,7 @@ def decode(
         captured = num_captured()
         length = state.length if device is None else device.length
         may_draft = length + drafter.depth < drafter.context_length  # else its block has no place left
-        if device is None and covers_device(target, drafter, build_tree, sampler):
+        if keeps_device and device is None:
             device = device_loop(target, state, session.inner, last, build_tree=build_tree, budget=budget)
         if device is not None:
             last = device.round(ending.cut, may_draft=may_draft)

@@ -48,7 +48,6 @@ class Drafted:
     scores: list[float]  # log-probability of each node's path from the root, by the drafter; 0 for the root
     parents: list[int]
     depths: list[int]
-    token_ids: list[int]
 
 
 class RoundWork:
@@ -176,10 +175,10 @@ class DeviceRounds:
         self._captured("draft", count, False, partial(self.work.draft, count, False))()
         self._count_committed()
         tree = self.work.tree(count)
-        fields = tree.scores, tree.parents, tree.depths, tree.token_ids
-        packed = torch.stack([field.double() for field in fields]).cpu()  # waits for the draft
-        scores, *rest = packed[:, : int(tree.num_nodes)]
-        return Drafted(scores.tolist(), *(field.long().tolist() for field in rest))
+        fields = tree.num_nodes.expand(count), tree.scores, tree.parents, tree.depths
+        used, *packed = torch.stack([field.double() for field in fields]).cpu()  # the one wait for the draft
+        scores, parents, depths = (field[: int(used[0])] for field in packed)
+        return Drafted(scores.tolist(), parents.long().tolist(), depths.long().tolist())
 
     def verify(self, budget: int, *, of: int, chain: bool = False) -> DeviceRound:
         """The second half: verify the best `budget` nodes of the tree of `of` nodes that `draft` built, and walk.

@@ -18,6 +18,7 @@ from deltatree.drafter.dflash import DFlashDrafter, DFlashLayer
 from deltatree.kernels.attention import tree_attention
 from deltatree.kernels.fused import add_norm, norm_rotate, swiglu
 from deltatree.kernels.linear import product
+from deltatree.models.packed import fuse
 
 PROMPT_CHUNK = 2048  # rows of features that are appended at once
 
@@ -64,8 +65,9 @@ class FastDFlashDrafter:
         self.new_places = torch.arange(max(PROMPT_CHUNK, most_new), device=device)
         ones = torch.ones(config.block_size, config.block_size, dtype=torch.bool, device=device)
         self.visible = {False: ones, True: ones.tril()}  # by whether a layer's block is causal
-        self.projections = [_fused(layer, ("q_proj", "k_proj", "v_proj")) for layer in self.model.layers]
-        self.gate_ups = [_fused(layer, ("gate_proj", "up_proj")) for layer in self.model.layers]
+        attentions, mlps = zip(*((layer.self_attn, layer.mlp) for layer in self.model.layers), strict=True)
+        self.projections = [fuse(one.q_proj, one.k_proj, one.v_proj) for one in attentions]
+        self.gate_ups = [fuse(one.gate_proj, one.up_proj) for one in mlps]
         heads = config.num_heads * config.head_dim
         self.context_projection = torch.cat([projection[heads:] for projection in self.projections])
         self._free: list[_Buffers] = []
@@ -190,15 +192,3 @@ class FastSession:
         """The captured work has appended what waited; `waiting` rows are in the buffers now."""
         self.length += self.waiting
         self.waiting = waiting
-
-
-def _fused(layer: DFlashLayer, names: tuple[str, ...]) -> Tensor:
-    """One matrix of several projections' rows; the layer keeps views of it."""
-    owner = layer.self_attn if names[0] == "q_proj" else layer.mlp
-    modules = [getattr(owner, name) for name in names]
-    fused = torch.cat([module.weight.data for module in modules])
-    start = 0
-    for module in modules:
-        module.weight.data = fused[start : start + module.out_features]
-        start += module.out_features
-    return fused

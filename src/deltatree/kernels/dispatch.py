@@ -42,18 +42,14 @@ def backend_for(tensor: Tensor, backend: str | None = None) -> str:
     return "triton" if on_gpu and able else "reference"
 
 
-def dispatched(reference: Callable, twin: str, *, by_device: bool = True) -> Callable:
-    """The public function of an operation: `reference`, or its namesake in module `twin`, by its first tensor's device.
-
-    by_device: false for a twin that runs only when it is asked for by name.
-    """
-
+def dispatched(reference: Callable, twin: str) -> Callable:
+    """The public function of an operation: `reference`, or its namesake in module `twin`, by its first tensor's device."""
     first = next(iter(inspect.signature(reference).parameters))
 
     @functools.wraps(reference)
     def operation(*args, backend: str | None = None, **kwargs):
         tensor = args[0] if args else kwargs[first]
-        if backend_for(tensor, backend) == "reference" or (backend is None and not by_device):
+        if backend_for(tensor, backend) == "reference":
             return reference(*args, **kwargs)
         fast = getattr(importlib.import_module(twin), reference.__name__)
         try:
