@@ -23,11 +23,10 @@ import transformers
 import triton
 
 from deltatree.drafter import FastDFlashDrafter
-from deltatree.drafter.dflash import DFlashDrafter, DFlashModel
-from deltatree.drafter.dialects import DFlashConfig
 from deltatree.models import FastTarget, fast
 from deltatree.models.packed import PackedExperts
 from deltatree.models.shapes import SHAPES, random_target
+from deltatree.projection.shapes import random_drafter
 from deltatree.tree import DraftTree
 
 TARGETS = {
@@ -193,25 +192,15 @@ def verify_lines(
     }  # fmt: skip
 
 
-def random_drafter(target: FastTarget, block_size: int = 16) -> DFlashDrafter:
-    """A DFlash drafter of the published size for the 35B-A3B: about 0.9 GB of weights, 5 taps."""
-    config = DFlashConfig(
-        source="random", folder=Path("."), dialect="z-lab", hidden_size=target.config.hidden_size,
-        intermediate_size=6144, num_layers=8, num_heads=32, num_kv_heads=4, head_dim=128, rms_norm_eps=1e-6,
-        rope_theta=1e7, attention_bias=False, block_size=block_size, mask_token_id=0, taps=target.taps,
-        vocab_size=target.vocab_size, context_length=40_960, windows=(None,) * 8, causal=(False,) * 8,
-    )  # fmt: skip
-    with torch.device("meta"):
-        model = DFlashModel(config)
-    model.to_empty(device=target.device).to(target.dtype)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.normal_(std=weight.shape[-1] ** -0.5) if weight.dim() > 1 else weight.fill_(1.0)
-    return DFlashDrafter(model.eval().requires_grad_(False), target)
+PUBLISHED_DRAFTER = {
+    "intermediate_size": 6144, "num_layers": 8, "num_heads": 32, "num_kv_heads": 4, "head_dim": 128, "rope_theta": 1e7,
+    "context_length": 40_960,
+}  # fmt: skip
+"""About 0.9 GB of weights beside the 35B-A3B."""
 
 
 def draft_lines(target: FastTarget, bandwidth: float, context: int = 4096):
-    drafter = FastDFlashDrafter(random_drafter(target), context_length=context + 64)
+    drafter = FastDFlashDrafter(random_drafter(target, 16, **PUBLISHED_DRAFTER), context_length=context + 64)
     session = drafter.start()
     buffers = session.buffers
     buffers.keys.normal_(), buffers.values.normal_(), buffers.features.normal_()
@@ -233,7 +222,7 @@ def draft_lines(target: FastTarget, bandwidth: float, context: int = 4096):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", required=True, choices=SHAPES)
+    parser.add_argument("--shape", required=True, choices=TARGETS)
     parser.add_argument("--nodes", type=lambda s: [int(x) for x in s.split(",")], default=[1, 16, 64, 256])
     parser.add_argument("--contexts", type=lambda s: [int(x) for x in s.split(",")], default=[1024, 32_000])
     parser.add_argument("--profile", type=lambda s: [int(x) for x in s.split(",")], default=[], help="node counts")

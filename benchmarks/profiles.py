@@ -43,7 +43,7 @@ def keep_drafter() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", required=True, choices=[*SHAPES, "tiny"])
+    parser.add_argument("--shape", required=True, choices=SHAPES)
     parser.add_argument("--profiles", nargs="*", default=list(PROFILES))
     parser.add_argument("--tokens", type=int, default=48, help="new tokens a prompt and method")
     parser.add_argument("--repeats", type=int, default=2)

@@ -81,8 +81,28 @@ SHAPES: dict[str, tuple[str, dict]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "tiny": (
+        "qwen3_5_text",
+        _HYBRID
+        | {
+            "vocab_size": 997,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+            "max_position_embeddings": 4096,
+            "rope_parameters": _HYBRID["rope_parameters"] | {"rope_theta": 10_000.0, "mrope_section": [2, 1, 1]},
+        },
+    ),
 }
-"""Name -> (model_type, text settings) of published models."""
+"""Name -> (model_type, text settings) of published models, and `tiny`: a hybrid of a few small layers, to try things anywhere."""
 
 
 def random_target(
