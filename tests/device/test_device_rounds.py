@@ -1,5 +1,6 @@
-"""Rounds on the device are the rounds of the host: same tokens, same paths, same state; here uncaptured, on the CPU."""
+"""Rounds on the device are the rounds of the host: same tokens, same paths, same state; uncaptured on a CPU, captured on a GPU."""
 
+import copy
 import gc
 
 import pytest
@@ -25,17 +26,25 @@ class WarmedUp(Captured):
             step()
 
 
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 PROMPT = [(7 * i + 3) % VOCAB for i in range(30)]
 
 
-@pytest.fixture(params=[False, True], ids=["uncaptured", "warmed up"])
-def pair(hybrid, tmp_path, request, monkeypatch):
-    """With passes before the first real one, as a capture needs them, and without."""
-    if request.param:
+@pytest.fixture(
+    params=["uncaptured", "warmed up", pytest.param("captured", marks=[pytest.mark.gpu, needs_gpu])],
+)
+def model(hybrid, request, monkeypatch):
+    """On a CPU with passes before the first real one, as a capture needs them, and without; captured on a GPU."""
+    if request.param == "warmed up":
         monkeypatch.setattr("deltatree.device.rounds.Captured", WarmedUp)
+    return copy.deepcopy(hybrid).cuda() if request.param == "captured" else hybrid
+
+
+@pytest.fixture
+def pair(model, tmp_path):
     config = read_drafter_config(str(save_drafter(tmp_path, drafter_config())))
     target = FastTarget(
-        ReferenceTarget(hybrid, config.taps), context_length=256, buckets=(1, 8, 24, 40), device_rounds=True
+        ReferenceTarget(model, config.taps), context_length=256, buckets=(1, 8, 24, 40), device_rounds=True
     )
     return target, FastDFlashDrafter(load_drafter(config, target), context_length=200)
 
@@ -145,11 +154,9 @@ def test_decode_takes_the_device_and_gives_the_hosts_text(pair, budget, monkeypa
     assert talk.reused_length == len(PROMPT) + len(first) - 1
 
 
-def test_past_the_drafters_context_decoding_goes_on_plainly(hybrid, tmp_path):
+def test_past_the_drafters_context_decoding_goes_on_plainly(model, tmp_path):
     config = read_drafter_config(str(save_drafter(tmp_path, drafter_config())))
-    target = FastTarget(
-        ReferenceTarget(hybrid, config.taps), context_length=120, buckets=(1, 8, 24), device_rounds=True
-    )
+    target = FastTarget(ReferenceTarget(model, config.taps), context_length=120, buckets=(1, 8, 24), device_rounds=True)
     drafter = FastDFlashDrafter(load_drafter(config, target), context_length=60)
     truth = [token for tokens, _ in host_rounds(target, NoDrafter(VOCAB), no_draft, 0, 89) for token in tokens]
     rounds = list(
