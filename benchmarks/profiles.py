@@ -53,7 +53,7 @@ def main() -> None:
     began = time.monotonic()
     budgets = tuple(b if b == "auto" else int(b) for b in options.budgets.split(","))
     plan = ProjectionPlan(budgets=budgets, max_new_tokens=options.tokens, repeats=options.repeats, context_length=64)
-    target, timed = target_and_drafter(options.shape, PROFILES["chat"].depth + 1, backend="device")
+    target, timed = target_and_drafter(options.shape, PROFILES["chat"].depth + 1, backend="fast")
     with torch.no_grad():
         target.model.get_output_embeddings().weight[LIVE_ROWS:] *= 0.125
     keep_drafter()
@@ -68,7 +68,10 @@ def main() -> None:
     }
     with options.out.open("w") as file:
         for name in options.profiles:
-            rows = project(target, parse_profile(name), plan, timed=timed, names=(options.shape, "random"))
+            rows = project(
+                target, parse_profile(name), plan, timed=timed, names=(options.shape, "random"),
+                on_pass=lambda done, total, arm: print(f"{time.monotonic() - began:.1f} s: {done} of {total}, {arm.label}", flush=True),
+            )  # fmt: skip
             best = max(row["tokens_per_second"] for row in rows if row["budget"] != "auto")
             for row in rows:
                 row["share_of_best_fixed"] = row["tokens_per_second"] / best

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from deltatree.transitions import TransitionTable
 
 
-BACKENDS = ("fast", "device", "reference")
+BACKENDS = ("fast", "fast-host", "reference")
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,9 +350,9 @@ def load(
     target, drafter: hub ids or folders; "shipped" is the small pair inside this package, whose drafter comes by itself.
         Without a drafter only plain decoding (`method="ar"`) is possible.
     device: a torch device, by default a GPU if there is one    dtype: by default bfloat16 on a GPU, float32 on a CPU
-    backend: "fast" (captured graphs and fused kernels, the default on a GPU), "device" (the same, and greedy rounds stay on
-        the device as a whole; not the default before its tests have passed on a GPU), or "reference" (the Transformers model,
-        the default elsewhere and wherever the fast one does not cover a model, which a warning then says)
+    backend: "fast" (captured graphs and fused kernels; greedy rounds stay on the device as a whole; the default on a GPU),
+        "fast-host" (the same, and every round passes through the host), or "reference" (the Transformers model, the default
+        elsewhere and wherever the fast one does not cover a model, which a warning then says)
     context_length: tokens of prompt and answer that the fast backend keeps room for, by default 32,768 or the model's own
     Configs are judged before weights are read. Raises CheckpointError, ArchitectureError, MismatchError, OptionError.
     """
@@ -436,7 +436,7 @@ def choose_backend(
     if backend == "reference" or (backend is None and reference.device.type != "cuda"):
         return reference, drafter
     try:
-        target = FastTarget(reference, context_length=context_length, device_rounds=backend == "device")
+        target = FastTarget(reference, context_length=context_length, device_rounds=backend != "fast-host")
     except ArchitectureError as error:
         if backend is not None:
             raise

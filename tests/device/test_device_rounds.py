@@ -93,7 +93,7 @@ def test_budgets_may_change_and_drafting_may_rest(pair):
         if budget:
             drafted = rounds.draft(31)
             assert len(drafted.scores) == 32 and drafted.scores == sorted(drafted.scores, reverse=True)
-            text += rounds.verify(budget, of=31, chain=budget == 7).token_ids
+            text += rounds.verify(budget, chain=budget == 7).token_ids
         else:
             text += rounds.run(0).token_ids
     assert text == truth[: len(text)]

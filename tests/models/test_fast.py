@@ -131,7 +131,7 @@ def test_a_quantised_layer_falls_back_with_a_reason():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"backend": "quick"}, "possible are fast, device, reference"),
+        ({"backend": "quick"}, "possible are fast, fast-host, reference"),
         ({"context_length": 1}, "whole number of tokens from 2"),
     ],
 )

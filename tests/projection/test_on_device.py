@@ -12,7 +12,7 @@ def test_the_device_accepts_what_the_host_accepts(name):
     profile = PROFILES[name]
     plan = ProjectionPlan(budgets=(8, 16), max_new_tokens=24, repeats=1, context_length=12)
     rows = []
-    for backend in ("reference", "device"):
+    for backend in ("reference", "fast"):
         target, timed = target_and_drafter("tiny", profile.depth + 1, device="cpu", backend=backend)
         rows.append(project(target, profile, plan, timed=timed))
     for host, device in zip(*rows, strict=True):

@@ -80,7 +80,7 @@ def _backend(target) -> str:
     """As `deltatree.load` names it."""
     if not hasattr(target, "captured_verify"):
         return "reference"
-    return "device" if target.device_rounds else "fast"
+    return "fast" if target.device_rounds else "fast-host"
 
 
 def describe_run(pair, samples: list[Sample], plan: BenchPlan, *, command: str, num_processes: int) -> dict:

@@ -66,16 +66,17 @@ def _scaled_logits(log_probs: np.ndarray) -> np.ndarray:
 
 def _kinds(parents: np.ndarray) -> np.ndarray:
     """Kind of every node; a first choice is the first of its parent's children."""
-    is_first = np.zeros(parents.size, dtype=bool)
-    owners, firsts = np.unique(parents, return_index=True)
-    is_first[firsts] = True
-    child = dict(zip(owners.tolist(), firsts.tolist(), strict=True))
-    on_spine = np.zeros(parents.size, dtype=bool)
-    node: int | None = 0
-    while node is not None:
-        on_spine[node] = True
-        node = child.get(node)
-    return np.where(on_spine[parents], 0, 2) + ~is_first
+    kinds, first, on_spine = [SPINE], {}, {0}
+    for node, parent in enumerate(parents[1:].tolist(), start=1):  # a few nodes: quicker than array operations
+        is_first = first.setdefault(parent, node) == node
+        if parent not in on_spine:
+            kinds.append(BELOW if is_first else BELOW_BESIDE)
+        elif is_first:
+            on_spine.add(node)
+            kinds.append(SPINE)
+        else:
+            kinds.append(BESIDE)
+    return np.array(kinds)
 
 
 class AcceptanceModel:
@@ -107,11 +108,10 @@ class AcceptanceModel:
 
     def of_paths(self, drafts: Drafts) -> np.ndarray:
         """[N] float64: probability that a node and all its ancestors are accepted. Their sum is the expected acceptance length."""
-        chances = self.given_parent(drafts)
-        for depth in range(2, int(drafts.depths.max()) + 1):
-            nodes = np.flatnonzero(drafts.depths == depth)
-            chances[nodes] *= chances[drafts.parents[nodes]]
-        return chances
+        chances = self.given_parent(drafts).tolist()
+        for node, parent in enumerate(drafts.parents.tolist()[1:], start=1):  # parents come first
+            chances[node] *= chances[parent]
+        return np.array(chances)
 
     def learn(self, drafts: Drafts, path: list[int]) -> None:
         """Take in one round. path: the accepted nodes, from the root on; the children of all of them have been judged."""
@@ -129,15 +129,15 @@ class AcceptanceModel:
             drafts.logits[judged],
         )
         missed, weight = visited[judged] - chances, chances * (1 - chances)
-        for theta, held, cells, scale, prior in (
-            (self.bias, self._bias_weight, (kinds,), 1.0, 1.0),
-            (self.depth_bias, self._depth_weight, (kinds, depths), 1.0, 6.0),
-            (self.slope, self._slope_weight, (kinds,), logits, 4.0),
+        cells = kinds * self.depth_bias.shape[1] + depths
+        for theta, held, cell, scale, prior in (
+            (self.bias, self._bias_weight, kinds, 1.0, 1.0),
+            (self.depth_bias.ravel(), self._depth_weight.ravel(), cells, 1.0, 6.0),
+            (self.slope, self._slope_weight, kinds, logits, 4.0),
         ):
-            step = np.zeros_like(theta)
-            np.add.at(step, cells, missed * scale)
-            np.add.at(held, cells, weight * scale**2)
-            theta += 0.5 * step / (held + prior)  # halved, because several terms mend the same miss
+            held += np.bincount(cell, weight * scale**2, theta.size)
+            step = np.bincount(cell, missed * scale, theta.size) / (held + prior)
+            theta += 0.5 * step  # halved, because several terms mend the same miss
         np.clip(self.slope, 0.0, 2 * _LOGIT_SCALE, out=self.slope)
 
     def _forget(self) -> None:

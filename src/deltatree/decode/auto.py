@@ -134,11 +134,13 @@ class AutoBudget:
         if known.rounds >= _EVIDENCE:
             rate = max(rate, known.rate())
         chances, spine = known.acceptance.of_paths(drafts), drafts.spine()
-        seconds = costs.drafted(np.arange(1, len(drafts) + 1), self._context)
+        sizes = np.arange(1, len(drafts) + 1)
+        seconds = costs.drafted(sizes, self._context)
         of_tree = chances.cumsum() - rate * seconds
         if costs.captured:  # a tree fills its bucket
-            fills = np.isin(np.arange(1, len(drafts) + 1), [*costs.node_counts, len(drafts)])
-            of_tree = np.where(fills, of_tree, -np.inf)
+            filled = np.append(costs.node_counts[costs.node_counts < len(drafts)], len(drafts)) - 1
+            of_filled, of_tree = of_tree[filled], np.full(len(drafts), -np.inf)
+            of_tree[filled] = of_filled
         of_chain = chances[spine].cumsum() - rate * seconds[: spine.size]
         is_chain = bool(of_chain.max() >= of_tree.max())
         size = 1 + int((of_chain if is_chain else of_tree).argmax())
@@ -166,16 +168,24 @@ class AutoBudget:
 
     def learn(self, path: list[int], num_nodes: int) -> None:
         """Take in the round that was chosen. path: accepted nodes, from the root on; num_nodes: verified, root included."""
-        known = self.experience
-        known.acceptance.learn(self._drafts, path)
+        self.lesson(path, num_nodes)()
+
+    def lesson(self, path: list[int], num_nodes: int) -> Callable[[], None]:
+        """`learn`, to be called whenever there is time, be it in the next round."""
         self._num_nodes = num_nodes
-        # The expectation is calibrated and less noisy than one outcome; both together are quick and honest.
-        known.tokens = _MEMORY * known.tokens + 0.5 * (self.choice.expected + len(path))
-        seconds = float(known.costs.drafted(np.array(num_nodes), self._context)) / known.costs.pace_factor
-        known.seconds = _MEMORY * known.seconds + seconds
-        known.rounds += 1
-        if known.rounds >= 4 * _EVIDENCE:
-            known.rest = _SHORTEST_REST
+        known, drafts, expected, context = self.experience, self._drafts, self.choice.expected, self._context
+
+        def learn() -> None:
+            known.acceptance.learn(drafts, path)
+            # The expectation is calibrated and less noisy than one outcome; both together are quick and honest.
+            known.tokens = _MEMORY * known.tokens + 0.5 * (expected + len(path))
+            seconds = float(known.costs.drafted(np.array(num_nodes), context)) / known.costs.pace_factor
+            known.seconds = _MEMORY * known.seconds + seconds
+            known.rounds += 1
+            if known.rounds >= 4 * _EVIDENCE:
+                known.rest = _SHORTEST_REST
+
+        return learn
 
     def finish(self) -> None:
         """The round is over: its time counts, unless the drafter read a prompt in it."""

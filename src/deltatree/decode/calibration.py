@@ -10,7 +10,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import closing, suppress
 from pathlib import Path
 from statistics import median
@@ -39,7 +39,7 @@ def round_costs(target: Target, drafter: Drafter, names: tuple[str, str | None] 
     names: of target and drafter, as part of what the cache goes by
     """
     buckets = getattr(target, "node_buckets", None)
-    costs = RoundCosts(buckets or NODE_COUNTS, captured=buckets is not None, clock=_clock(target))
+    costs = RoundCosts(_sizes(buckets or NODE_COUNTS), captured=buckets is not None, clock=_clock(target))
     what = _describe(target, drafter, names, costs)
     file = cache_folder() / f"{hashlib.sha256(json.dumps(what).encode()).hexdigest()[:20]}.json"
     measured = _read(file)
@@ -56,11 +56,11 @@ def measure(
 ) -> tuple[float, dict[int, float]] | None:
     """Seconds of a plain round, and of drafted rounds by their nodes; None where even one round takes too long.
 
-    Decodes a prompt that means nothing, every size in turn, a few times over, until the time is used up.
+    Decodes a prompt that means nothing, every size in turn, a few times over, until the time is used up. A round that captures
+    a graph (and, once on a machine, compiles kernels) is not timed and comes on top: a text would need it too.
     """
     schedule = _Schedule(_spread(costs), costs.clock)
     prompt = [(i * 97) % target.vocab_size for i in range(1, _PROMPT + 1)][: max(target.context_length // 4, 1)]
-    started = time.perf_counter()
     with closing(
         decode(
             target,
@@ -73,7 +73,7 @@ def measure(
         )
     ) as rounds:
         for _ in rounds:
-            if schedule.is_done or time.perf_counter() - started + 2 * schedule.longest > limit_seconds:
+            if schedule.is_done or schedule.spent + 2 * schedule.longest > limit_seconds:
                 break
     return schedule.result()
 
@@ -95,6 +95,10 @@ class _Schedule:
         return len(self.seconds) >= len(self.sizes)
 
     @property
+    def spent(self) -> float:
+        return sum(seconds for _, seconds in self.seconds)
+
+    @property
     def longest(self) -> float:
         return max((seconds for _, seconds in self.seconds[-self.num_sizes :]), default=0.0)
 
@@ -114,8 +118,9 @@ class _Schedule:
         self.choice = Choice([], 0.0, 0.0, is_chain=False)
         return np.arange(min(self.sizes[len(self.seconds)], len(drafts)))
 
-    def learn(self, path: list[int], num_nodes: int) -> None:
+    def lesson(self, path: list[int], num_nodes: int) -> Callable[[], None]:
         """Nothing: only times count here."""
+        return lambda: None
 
     def finish(self) -> None:
         self.seconds.append((self.sizes[len(self.seconds)], self.clock() - self._started))
@@ -129,11 +134,15 @@ class _Schedule:
         return (plain, times) if plain and times else None
 
 
+def _sizes(buckets: Iterable[int]) -> list[int]:
+    """Node counts to choose from. Those of one node more than another are for budgets that a user names."""
+    return [count for count in buckets if count <= 2 or count - 1 not in buckets]
+
+
 def _spread(costs: RoundCosts) -> list[int]:
-    """Sizes to measure: every captured one, or enough to draw a line through."""
-    if costs.captured:
-        return costs.node_counts.tolist()
-    return [int(n) for n in costs.node_counts if n in (2, 4, 8, 16, 32, 64, 128)] or costs.node_counts.tolist()
+    """Sizes to measure, enough to draw a line through; on a GPU each of them is captured first."""
+    wanted = (2, 8, 16, 32, 64, 128) if costs.captured else (2, 4, 8, 16, 32, 64, 128)
+    return [count for count in costs.node_counts.tolist() if count in wanted] or costs.node_counts.tolist()
 
 
 def _clock(target: Target) -> Callable[[], float]:
@@ -156,12 +165,13 @@ def _describe(target: Target, drafter: Drafter, names: tuple[str, str | None], c
     device = target.device
     chip = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     return {
-        "version": 1,
+        "version": 2,
         "machine": hashlib.sha256(platform.node().encode()).hexdigest()[:16],
         "device": [device.type, chip, os.cpu_count(), torch.get_num_threads()],
         "versions": [torch.__version__, transformers.__version__],
         "names": list(names),
         "target": [type(target).__name__, target.vocab_size, target.context_length, str(getattr(target, "dtype", ""))],
+        "device_rounds": getattr(target, "device_rounds", False),
         "drafter": [type(drafter).__name__, drafter.depth],
         "node_counts": costs.node_counts.tolist(),
     }

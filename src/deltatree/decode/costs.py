@@ -21,6 +21,7 @@ SHORT = 1024
 """Tokens of context up to which all rounds cost alike; beyond, every doubling has curves of its own."""
 
 _PACE_RATE, _SHAPE_RATE, _SURPRISE = 0.1, 0.03, 0.35
+_REFIT = 5  # measured rounds after which a smooth curve is drawn anew; drawing it costs as much as all else here
 
 
 class RoundCosts:
@@ -48,6 +49,7 @@ class RoundCosts:
         self._plain_seen: dict[int, int] = {0: 0}
         self._drafted_seen: dict[int, np.ndarray] = {0: np.zeros(self.node_counts.size)}
         self._fits: dict[int, np.ndarray] = {}
+        self._unfitted = 0  # rounds measured since the curves were drawn
 
     @property
     def pace_factor(self) -> float:
@@ -107,7 +109,10 @@ class RoundCosts:
         doubling = _doubling(context)
         shares, seen = self._shares(num_nodes), self._drafted_seen[doubling]
         seen += shares
-        self._fits.pop(doubling, None)
+        self._unfitted += 1
+        if self._unfitted >= _REFIT:
+            self._unfitted = 0
+            self._fits.clear()
         self._drafted[doubling] += shares * surprise * np.maximum(1 / (seen + 2), _SHAPE_RATE)
         self.pace += _PACE_RATE * surprise
 

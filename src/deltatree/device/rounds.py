@@ -67,28 +67,28 @@ class RoundWork:
             else:
                 self.bonus = context.bonus
 
-    def tree(self, count: int, chain: bool = False) -> TreeBuffers:
-        """The buffers of a tree of `count` nodes, root included."""
+    def tree(self, count: int) -> TreeBuffers:
+        """The buffers of a tree of `count` nodes, root included. Every size lies in the same memory."""
         kernel, device = self.target.shapes.kernel, self.target.device
 
         def new() -> TreeBuffers:
-            tree = TreeBuffers.empty(count, kernel, device)
-            if count == 1:  # the root alone: only its token changes
-                for name, value in (("parents", -1), ("depths", 0), ("scores", 0), ("ancestors", 1), ("num_nodes", 1)):
-                    getattr(tree, name).fill_(value)
-                tree.rows.copy_(torch.arange(kernel))
-            return tree
+            whole = TreeBuffers.empty(self.buffers.max_nodes, kernel, device)
+            root = whole.first(1)  # what all roots have in common: a plain round writes its token only
+            for name, value in (("parents", -1), ("depths", 0), ("scores", 0), ("ancestors", 1), ("num_nodes", 1)):
+                getattr(root, name).fill_(value)
+            root.rows.copy_(torch.arange(kernel))
+            return whole
 
-        return self._scratch(("tree", count, chain), new)
+        return self._scratch("tree", new).first(count)
 
     def round(self, count: int, chain: bool) -> None:
         self.draft(count, chain)
-        self._verify(self.tree(count, chain), count)
+        self.verify(count)
 
     def draft(self, count: int, chain: bool) -> None:
         """Commit the last round's path, give the drafter its features, draft and build."""
         self.buffers.commit(self._path_size)
-        context, tree = self.context, self.tree(count, chain)
+        context, tree = self.context, self.tree(count)
         if count == 1:
             if context is not None:
                 self.drafter.append(context, context.features, context.count)
@@ -98,24 +98,21 @@ class RoundWork:
         values, ids = top_candidates(context.logits, 1 if chain else count - 1)
         build_tree(values, ids, self.bonus, budget=count - 1, out=tree)
 
-    def verify_part(self, count: int, of: int, chain: bool) -> None:
-        """Verify the first nodes of a wider tree, or a chain that takes its tokens from the same draft."""
-        tree = self.tree(of)
-        if chain:
-            tree = self.tree(count, True)
-            values, ids = top_candidates(self.context.logits, 1)
-            build_tree(values, ids, self.bonus, budget=count - 1, out=tree)
-        self._verify(tree, count)
+    def verify_chain(self, count: int) -> None:
+        """Verify a chain instead of the tree: it takes its tokens from the same draft, and the tree's place."""
+        values, ids = top_candidates(self.context.logits, 1)
+        build_tree(values, ids, self.bonus, budget=count - 1, out=self.tree(count))
+        self.verify(count)
 
-    def _verify(self, tree: TreeBuffers, count: int) -> None:
-        """Verify, walk, and leave path, steps, bonus and features where the next round finds them."""
+    def verify(self, count: int) -> None:
+        """Verify the first nodes of the tree, walk, and leave path, steps, bonus and features where the next round finds them."""
+        tree = self.tree(count)
         buffers, walked = self.buffers, self.walked
-        seen = tree.ancestors[:count, :count].view(torch.bool)
-        nodes = Nodes(tree.token_ids[:count], tree.depths[:count], tree.rows[:count], seen)
+        nodes = Nodes(tree.token_ids, tree.depths, tree.rows, tree.ancestors.view(torch.bool))
         self.target.step(buffers, nodes, 0 if count == 1 else self._depth)
         choices = buffers.logits[:count].argmax(-1)
         num_nodes = tree.num_nodes.clamp(max=count)
-        walk(nodes.token_ids, tree.parents[:count], choices, num_nodes=num_nodes, max_depth=self.max_depth, out=walked)
+        walk(nodes.token_ids, tree.parents, choices, num_nodes=num_nodes, max_depth=self.max_depth, out=walked)
         buffers.path[: self.max_depth + 1].copy_(walked.path)
         buffers.steps.copy_(walked.steps)
         self.bonus.copy_(walked.bonus)
@@ -168,26 +165,30 @@ class DeviceRounds:
         return self._finish(self._captured("round", count, chain, partial(self.work.round, count, chain)), count)
 
     @torch.inference_mode()
-    def draft(self, budget: int) -> Drafted:
-        """The first half of a round whose budget is chosen in between: commit, draft, build the widest tree."""
+    def draft(self, budget: int, meanwhile: Callable[[], None] = lambda: None) -> Drafted:
+        """The first half of a round whose budget is chosen in between: commit, draft, build the widest tree.
+
+        meanwhile: what the host does while the device drafts
+        """
         count = self._count(budget, False)
         self._prepare(count)
         self._captured("draft", count, False, partial(self.work.draft, count, False))()
         self._count_committed()
+        meanwhile()
         tree = self.work.tree(count)
         fields = tree.num_nodes.expand(count), tree.scores, tree.parents, tree.depths
         used, *packed = torch.stack([field.double() for field in fields]).cpu()  # the one wait for the draft
         scores, parents, depths = (field[: int(used[0])] for field in packed)
         return Drafted(scores.tolist(), parents.long().tolist(), depths.long().tolist())
 
-    def verify(self, budget: int, *, of: int, chain: bool = False) -> DeviceRound:
-        """The second half: verify the best `budget` nodes of the tree of `of` nodes that `draft` built, and walk.
+    def verify(self, budget: int, *, chain: bool = False) -> DeviceRound:
+        """The second half: verify the best `budget` nodes of the tree that `draft` built, and walk.
 
         chain: verify the drafter's most probable tokens in one line instead
         """
         count = self._count(budget, chain)
-        work = partial(self.work.verify_part, count, self._count(of, False), chain)
-        return self._finish(self._captured(("verify", of), count, chain, work), count)
+        work = partial(self.work.verify_chain if chain else self.work.verify, count)
+        return self._finish(self._captured("verify", count, chain, work), count)
 
     @torch.inference_mode()
     def finish(self, kept: int) -> Tensor:
@@ -287,6 +288,7 @@ class DeviceLoop:
         self.target, self.state, self.policy, self.budget = target, state, build_tree, budget
         self.rounds = DeviceRounds(target, state, session, last.features, last.bonus)
         self.nothing = last.features[:0]  # of a round's committed tokens the drafter has seen all
+        self._learn: Callable[[], None] = lambda: None  # what the last chosen round taught, to be taken in
 
     @staticmethod
     def covers(target: Target, drafter: Drafter, build_tree: Callable[..., DraftTree], sampler: Sampler) -> bool:
@@ -310,6 +312,8 @@ class DeviceLoop:
         else:
             done = self.rounds.run(self.budget, chain=self.policy is chain)
         kept, ended = cut(done.token_ids)
+        if ended is not None:
+            self._take_in()
         features = self.rounds.finish(kept) if ended is not None else self.nothing
         depth = 0 if done.num_nodes == 1 else self.rounds.max_depth
         return Round(done.token_ids[:kept], len(done.path), features, done.num_nodes, depth, ended)
@@ -327,20 +331,26 @@ class DeviceLoop:
     def _chosen(self) -> DeviceRound:
         """Draft, let the policy choose by the scores, verify what it chose."""
         if not self.policy.wants_draft(self.length, self.rounds.session.waiting):
+            self._take_in()
             return self.rounds.run(0)
         widest = next(size for size in (*WIDEST, self.budget) if size >= min(self.policy.widest, self.budget))
-        drafted = self.rounds.draft(widest)
+        drafted = self.rounds.draft(widest, meanwhile=self._take_in)
         size = len(self.policy.choose(Drafts.of(drafted.parents, drafted.depths, drafted.scores)))
         is_chain = self.policy.choice.is_chain
         # A chain is lengthened to what is captured, and costs what that costs; the policy only judges what it chose.
         filled = min(self.target.bucket(size), self.rounds.max_depth + 1) if is_chain and size > 1 else size
-        done = self.rounds.verify(filled - 1, of=widest, chain=is_chain)
-        self.policy.learn(done.path[:size], size)
+        done = self.rounds.verify(filled - 1, chain=is_chain)
+        self._learn = self.policy.lesson(done.path[:size], size)
         return done
 
+    def _take_in(self) -> None:
+        """Learn from the last round: not before the device has work again."""
+        self._learn()
+        self._learn = lambda: None
 
-WIDEST = (16, 32, 64, 128)
-"""Sizes of the trees to choose from, so that few are captured; the budget is the last."""
+
+WIDEST = (15, 31, 63, 127)
+"""Budgets of the trees to choose from, so that few are captured; the largest budget is the last."""
 
 
 def _is_gpu(device: torch.device) -> bool:

@@ -9,6 +9,7 @@ its first choice is right as seldom as published. All draws depend on the place 
 from __future__ import annotations
 
 import random
+import time
 from dataclasses import dataclass, field
 
 import torch
@@ -85,6 +86,7 @@ class FastReplayDrafter(FastDFlashDrafter):
         super().__init__(timed.drafter, context_length=timed.context_length, most_new=timed.most_new)
         self.replay = replay
         self.depth = min(self.depth, replay.depth)
+        self.seconds = 0.0  # that replaying took the host while the device waited: no drafter's work
         device = self.target.device
         self.tokens = torch.zeros(self.config.depth, 3, dtype=torch.int64, device=device)
         self.logits = torch.zeros(self.config.depth, 3, dtype=self.target.dtype, device=device)
@@ -100,11 +102,12 @@ class FastReplayDrafter(FastDFlashDrafter):
 
 class _FastReplaySession(FastSession):
     def prepare(self, length: int) -> None:
-        me = self.drafter.replay
+        me, began = self.drafter.replay, time.perf_counter()
         tokens, chances = planted(me.profile, me.text[length + 1 :], me.vocab_size, f"{me.seed} {length}")
         depth = len(tokens)
         self.drafter.tokens[:depth].copy_(torch.tensor(tokens))
         self.drafter.logits[:depth].copy_(torch.tensor(chances).clamp_(min=1e-6).log_())
+        self.drafter.seconds += time.perf_counter() - began
 
 
 def planted(

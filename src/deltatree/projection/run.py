@@ -133,9 +133,9 @@ class _Projection:
         result, emitted, self.drafter.text = _Pass(), list(prompt), text
         rounds = self._rounds(arm, prompt)
         while True:
-            started = self._now()
+            started, replaying = self._now(), getattr(self.drafts, "seconds", 0.0)
             done = next(rounds, None)
-            seconds = self._now() - started
+            seconds = self._now() - started - (getattr(self.drafts, "seconds", 0.0) - replaying)
             if done is None:
                 return result
             emitted += done.token_ids

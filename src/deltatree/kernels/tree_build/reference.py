@@ -50,6 +50,11 @@ class TreeBuffers:
             new(nodes, kernel), new(1, dtype=torch.int32),
         )  # fmt: skip
 
+    def first(self, nodes: int) -> TreeBuffers:
+        """The first `nodes` nodes of these buffers, as a view."""
+        named = {field.name: getattr(self, field.name)[:nodes] for field in fields(self)}
+        return TreeBuffers(**named | {"ancestors": self.ancestors[:nodes, :nodes], "num_nodes": self.num_nodes})
+
 
 def build_tree(
     values: Tensor,
