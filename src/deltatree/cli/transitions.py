@@ -35,10 +35,10 @@ def transitions(
     from deltatree.transitions.store import default_tokens, showing_progress, table_file, write_table
 
     file = out or table_file(target)
-    tokens = tokens or default_tokens(pair.target.model)
+    tokens = tokens or default_tokens(pair.target)
     with showing_progress(tokens) as on_tokens:
         table = write_table(
-            pair.target.model, pair.tokenizer, file, num_tokens=tokens, batch=batch, seed=seed, on_tokens=on_tokens
+            pair.target, pair.tokenizer, file, num_tokens=tokens, batch=batch, seed=seed, on_tokens=on_tokens
         )
     print(
         f"{file}: {table.num_entries} n-grams of at least {tokens} tokens, {file.stat().st_size / 1e6:.1f} MB on disk, "
