@@ -19,7 +19,9 @@ def transitions(
     tokens: Annotated[
         int | None, typer.Option(help="Tokens that the target writes. [default: 262144 on a CPU, else 600000]")
     ] = None,
-    batch: Annotated[int | None, typer.Option(help="Sequences side by side. [default: 256 on a CPU, else 512]")] = None,
+    batch: Annotated[
+        int | None, typer.Option(help="Sequences side by side, at most. [default: 256 on a CPU, else 512]")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the text.")] = 0,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
