@@ -120,7 +120,7 @@ class Pair:
         if choice not in self._transitions:
             from deltatree.transitions import table_for
 
-            self._transitions[choice] = table_for(choice, self.names[0], self.target.model, self.tokenizer)
+            self._transitions[choice] = table_for(choice, self.names[0], self.target, self.tokenizer)
         return self._transitions[choice]
 
     def rounds(

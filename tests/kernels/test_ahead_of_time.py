@@ -14,9 +14,10 @@ from deltatree.kernels.attention import triton as attention  # noqa: E402
 from deltatree.kernels.candidates import triton as candidates  # noqa: E402
 from deltatree.kernels.commit import triton as commit  # noqa: E402
 from deltatree.kernels.conv import triton as conv  # noqa: E402
+from deltatree.kernels.delta_step import triton as delta_step  # noqa: E402
 from deltatree.kernels.experts import Routing  # noqa: E402
 from deltatree.kernels.experts import triton as experts  # noqa: E402
-from deltatree.kernels.gated_delta import DeltaStash, PendingCommit, wide  # noqa: E402
+from deltatree.kernels.gated_delta import DeltaStash, Gates, PendingCommit, wide  # noqa: E402
 from deltatree.kernels.gated_delta import triton as delta  # noqa: E402
 from deltatree.kernels.linear import triton as linear  # noqa: E402
 from deltatree.kernels.tree_build import triton as tree_build  # noqa: E402
@@ -165,6 +166,24 @@ def test_every_kernel_compiles(capability, monkeypatch):
         assert compiled.metadata.shared <= SHARED_BYTES[capability], kernel.__name__
 
 
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_step_of_one_token_compiles(capability, dtype, monkeypatch):
+    def empty(*shape, dtype=dtype):
+        return torch.empty(shape, dtype=dtype)
+
+    def call():
+        gates = Gates(empty(32, dtype=torch.float32), empty(32, dtype=torch.float32))
+        delta_step.gated_delta_step(
+            empty(2, 32, 128, 128, dtype=torch.float32), q=empty(2, 16, 128), k=empty(2, 16, 128), v=empty(2, 32, 128),
+            beta=empty(2, 32), log_decay=empty(2, 32), gates=gates, out=empty(2, 32, 128),
+        )  # fmt: skip
+
+    ((kernel, args, options),) = launches_of(delta_step, "_gated_delta_step_kernel", call, monkeypatch)
+    compiled = compile_for(capability, kernel, args, options)
+    assert compiled.asm["cubin"] and compiled.metadata.shared <= SHARED_BYTES[capability]
+
+
 def expert_launches(tokens: int, dtype: torch.dtype, monkeypatch, **options) -> list:
     """The router and the products of 256 experts and a shared one of their width, hidden size 2048."""
     top_k, num_experts, hidden, width = 8, 256, 2048, 512
@@ -206,8 +225,9 @@ def test_every_expert_kernel_compiles(capability, monkeypatch):
         *expert_launches(1, torch.bfloat16, monkeypatch),
         *expert_launches(64, torch.bfloat16, monkeypatch),
         *expert_launches(64, torch.float32, monkeypatch),
+        *expert_launches(512, torch.bfloat16, monkeypatch)[1:2],  # sequences in lock step; only the grouping differs
     ]
-    assert len(launches) == 4 + 5 + 5
+    assert len(launches) == 4 + 5 + 5 + 1
     if capability >= 90:  # launches that overlap the end of the kernel before
         launches += expert_launches(64, torch.bfloat16, monkeypatch, chained=True)
     for kernel, args, options in launches:

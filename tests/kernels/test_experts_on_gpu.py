@@ -21,8 +21,8 @@ SHAPES = {  # fewer experts than the models have, so that many blocks have sever
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_model_sizes_agree_with_float64(shape, dtype):
-    everyone = make_case(256, **SHAPES[shape], dtype=dtype)
-    for tokens in (1, 2, 15, 16, 17, 64, 128, 200, 256):
+    everyone = make_case(512, **SHAPES[shape], dtype=dtype)
+    for tokens in (1, 2, 15, 16, 17, 64, 128, 200, 256, 512):
         case = everyone.first(tokens)
         routing = routed(case)
         gate = None if case.shared_logit is None else case.shared_logit.double()

@@ -46,7 +46,7 @@ def test_a_table_of_another_vocabulary_is_refused(target, tmp_path):
     TransitionTable.empty(7, num_buckets=2).save(tmp_path / "small.safetensors", {})
     pair = deltatree.load(target)
     with pytest.raises(MismatchError, match="vocabulary of 7, the target has 131"):
-        table_for(str(tmp_path / "small.safetensors"), target, pair.target.model, pair.tokenizer)
+        table_for(str(tmp_path / "small.safetensors"), target, pair.target, pair.tokenizer)
 
 
 def test_nothing_is_left_of_a_table_that_could_not_be_finished(target, tmp_path, monkeypatch):
@@ -57,11 +57,11 @@ def test_nothing_is_left_of_a_table_that_could_not_be_finished(target, tmp_path,
 
     monkeypatch.setattr(store, "write_self_text", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        write_table(pair.target.model, pair.tokenizer, tmp_path / "new" / "t.safetensors")
+        write_table(pair.target, pair.tokenizer, tmp_path / "new" / "t.safetensors")
     assert list((tmp_path / "new").iterdir()) == []
     (tmp_path / "plain").write_text("a file")
     with pytest.raises(OptionError, match="cannot be written"):
-        write_table(pair.target.model, pair.tokenizer, tmp_path / "plain" / "t.safetensors")
+        write_table(pair.target, pair.tokenizer, tmp_path / "plain" / "t.safetensors")
 
 
 def test_the_shipped_target_brings_its_table():

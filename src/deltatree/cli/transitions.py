@@ -19,7 +19,9 @@ def transitions(
     tokens: Annotated[
         int | None, typer.Option(help="Tokens that the target writes. [default: 262144 on a CPU, else 600000]")
     ] = None,
-    batch: Annotated[int | None, typer.Option(help="Sequences side by side. [default: 256 on a CPU, else 512]")] = None,
+    batch: Annotated[
+        int | None, typer.Option(help="Sequences side by side, at most. [default: 256 on a CPU, else 512]")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the text.")] = 0,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
@@ -35,10 +37,10 @@ def transitions(
     from deltatree.transitions.store import default_tokens, showing_progress, table_file, write_table
 
     file = out or table_file(target)
-    tokens = tokens or default_tokens(pair.target.model)
+    tokens = tokens or default_tokens(pair.target)
     with showing_progress(tokens) as on_tokens:
         table = write_table(
-            pair.target.model, pair.tokenizer, file, num_tokens=tokens, batch=batch, seed=seed, on_tokens=on_tokens
+            pair.target, pair.tokenizer, file, num_tokens=tokens, batch=batch, seed=seed, on_tokens=on_tokens
         )
     print(
         f"{file}: {table.num_entries} n-grams of at least {tokens} tokens, {file.stat().st_size / 1e6:.1f} MB on disk, "

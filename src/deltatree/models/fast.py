@@ -8,6 +8,7 @@ replayed. On a CPU the same steps run uncaptured with the kernels' references, w
 from __future__ import annotations
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -27,6 +28,9 @@ from deltatree.models.reference import ReferenceTarget
 from deltatree.state import Nodes, StateShapes, StaticBuffers, StaticState
 from deltatree.state.static import MAX_DEPTH
 from deltatree.tree import DraftTree
+
+if TYPE_CHECKING:
+    from deltatree.models.lock_step import LockStep
 
 BUCKETS = (1, 2, 4, 8, 9, 12, 16, 17, 24, 32, 33, 48, 64, 65, 96, 128, 129, 192, 256, 257)
 """Node counts that are captured, root included. Beside the round ones those of the usual budgets, which lack the root."""
@@ -115,6 +119,12 @@ class FastTarget:
 
     def head(self, hidden: Tensor) -> Tensor:
         return self.reference.head(hidden)
+
+    def lock_step(self, batch: int, length: int) -> LockStep | None:
+        """Up to `batch` sequences of up to `length` tokens side by side, fewer where memory is short; None if not one fits."""
+        from deltatree.models.lock_step import LockStep
+
+        return LockStep.fitting(self, batch, length)
 
     def bucket(self, num_nodes: int) -> int:
         """The smallest captured node count that holds a tree. Raises TreeError beyond the largest."""

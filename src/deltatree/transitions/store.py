@@ -41,13 +41,13 @@ def _digest(source: str) -> str:
     return hashlib.sha256(repr(sorted(hashes.items())).encode()).hexdigest()[:32]
 
 
-def default_tokens(model) -> int:
-    """Self-text tokens of a table of this model, as it is placed now."""
-    return CPU_TOKENS if model.device.type == "cpu" else DEVICE_TOKENS
+def default_tokens(target) -> int:
+    """Self-text tokens of a table of this target, as it is placed now."""
+    return CPU_TOKENS if target.device.type == "cpu" else DEVICE_TOKENS
 
 
 def write_table(
-    model,
+    target,
     tokenizer,
     file: Path,
     *,
@@ -58,11 +58,11 @@ def write_table(
 ) -> TransitionTable:
     """Let the target write its text, count it, and save the table. Raises OptionError if the file cannot be written.
 
-    model: a loaded Transformers model    num_tokens: of self-text, at least    batch: sequences side by side
-    on_tokens: told how many were written since
+    target: the reference or the fast one    num_tokens: of self-text, at least
+    batch: sequences side by side, at most    on_tokens: told how many were written since
     """
-    num_tokens = num_tokens or default_tokens(model)
-    batch = batch or (CPU_BATCH if model.device.type == "cpu" else DEVICE_BATCH)
+    num_tokens = num_tokens or default_tokens(target)
+    batch = batch or (CPU_BATCH if target.device.type == "cpu" else DEVICE_BATCH)
     part = file.with_name(f"{file.name}.part")
     try:  # before minutes of work, not after
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -73,9 +73,9 @@ def write_table(
         ) from error
     try:
         text = write_self_text(
-            model, num_tokens=num_tokens, batch=batch, opening=chat_opening(tokenizer), seed=seed, on_tokens=on_tokens
+            target, num_tokens=num_tokens, batch=batch, opening=chat_opening(tokenizer), seed=seed, on_tokens=on_tokens
         )
-        table = TransitionTable.count(text.cpu(), model.config.get_text_config().vocab_size)
+        table = TransitionTable.count(text.cpu(), target.vocab_size)
         table.save(part, {"num_tokens": str(text.numel()), "temperature": str(TEMPERATURE), "seed": str(seed)})
         part.replace(file)  # at once: another process never sees half a table
     finally:
@@ -83,21 +83,20 @@ def write_table(
     return table
 
 
-def table_for(choice: str, source: str, model, tokenizer) -> TransitionTable:
+def table_for(choice: str, source: str, target, tokenizer) -> TransitionTable:
     """The table that an option names: `auto` is the cached one, written now if there is none; else a file.
 
-    source: the target as the user named it. Raises CheckpointError, MismatchError, OptionError.
+    source: the target as the user named it    target: the reference or the fast one. Raises CheckpointError, MismatchError, OptionError.
     """
     file = table_file(source) if choice == "auto" else Path(choice)
     if choice == "auto" and not file.is_file():
-        with showing_progress(default_tokens(model)) as on_tokens:
-            table = write_table(model, tokenizer, file, on_tokens=on_tokens)
+        with showing_progress(default_tokens(target)) as on_tokens:
+            table = write_table(target, tokenizer, file, on_tokens=on_tokens)
     else:
         table = TransitionTable.load(file)
-    vocab_size = model.config.get_text_config().vocab_size
-    if table.vocab_size != vocab_size:
+    if table.vocab_size != target.vocab_size:
         raise MismatchError(
-            f"transitions {file} are of a vocabulary of {table.vocab_size}, the target has {vocab_size}; "
+            f"transitions {file} are of a vocabulary of {table.vocab_size}, the target has {target.vocab_size}; "
             "write its own with `deltatree transitions TARGET`"
         )
     return table

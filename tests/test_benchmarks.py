@@ -1,0 +1,43 @@
+"""Benchmarks of whole stages run on a tiny shape without a GPU, and their lines are what they say."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).parent.parent / "benchmarks"
+
+
+@pytest.fixture
+def lines_of(monkeypatch, capsys):
+    if not FOLDER.is_dir():
+        pytest.skip("benchmarks are not part of an installed package")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    def run(name: str, *arguments: str) -> list[dict]:
+        monkeypatch.setattr(sys, "argv", [name, "--shape", "tiny", *arguments])
+        runpy.run_path(str(FOLDER / name), run_name="__main__")
+        return [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+
+    return run
+
+
+def test_a_round_is_timed_whole_and_in_two_halves(lines_of, tmp_path):
+    plain, drafted = lines_of(
+        "rounds.py", "--budgets", "0,4", "--rounds", "4", "--context", "9", "--acceptance", "0.95,0.9,0.8",
+        "--out", str(tmp_path / "rows.jsonl"),
+    )  # fmt: skip
+    assert plain["acceptance_length"] == 1 and plain["round_ms"] > 0 and "split_ms" not in plain
+    assert drafted["acceptance_length"] > 2 and not drafted["departed"]  # the right tokens were planted
+    assert drafted["split_ms"] > drafted["choice_ms"] > 0
+    assert not {"gaps", "draft_graph_ms", "launch_us"} & drafted.keys()
+    assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_table_is_timed(lines_of):
+    (line,) = lines_of("self_text.py", "--tokens", "1", "--batch", "2")
+    assert line["tokens"] == 512 and line["batch"] == 2 and line["tokens_per_second"] > 0
+    assert 0 < line["entries"] <= 1022 and line["table_bytes"] < 64e6
