@@ -86,7 +86,7 @@ class Bench:
     """A target and a drafter that knows its text, and generations of them that all start from one prompt."""
 
     def __init__(self, shape: str, profile: Profile, *, context: int, num_tokens: int) -> None:
-        self.target, timed = target_and_drafter(shape, profile.depth + 1, backend="device")
+        self.target, timed = target_and_drafter(shape, profile.depth + 1, backend="fast")
         self.target: FastTarget
         self.on_gpu = self.target.device.type == "cuda"
         with torch.no_grad():
@@ -173,7 +173,7 @@ class Split:
         begun = time.perf_counter()
         self.policy.choose(Drafts.of(drafted.parents, drafted.depths, drafted.scores))
         self.choices.append(time.perf_counter() - begun)
-        return rounds.verify(budget, of=widest).token_ids
+        return rounds.verify(budget).token_ids
 
 
 def timed_rounds(bench: Bench, budget: int, num_rounds: int, one_round: Callable) -> tuple[dict, Watch]:
@@ -219,7 +219,7 @@ def graph_ms(works: list[Captured], before: Callable[[], object]) -> float:
 def graphs_alone(bench: Bench, budget: int) -> dict[str, float]:
     """Draft, verify and whole round as they were captured. What is committed meanwhile has no meaning, only a length."""
     rounds, watch, widest = bench.start(), Watch(), widest_for(budget)
-    rounds.draft(widest), rounds.verify(budget, of=widest)  # captured now, with what that takes
+    rounds.draft(widest), rounds.verify(budget)  # captured now, with what that takes
     for _ in range(50):
         rounds.run(budget)
         if rounds.num_uncommitted >= 3:  # a path as long as usual
@@ -234,7 +234,7 @@ def graphs_alone(bench: Bench, budget: int) -> dict[str, float]:
     with watch.watching():
         rounds.draft(widest)
         num_draft = len(watch.launches)
-        rounds.verify(budget, of=widest)
+        rounds.verify(budget)
         num_verify = len(watch.launches)
         rounds.run(budget)
     works = [work for _, _, work in watch.launches]
