@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -45,9 +46,9 @@ class DeviceRound:
 class Drafted:
     """A tree that was built and not verified yet, as far as a choice of the budget needs it. Best nodes first."""
 
-    scores: list[float]  # log-probability of each node's path from the root, by the drafter; 0 for the root
-    parents: list[int]
-    depths: list[int]
+    scores: np.ndarray  # [N] float64, log-probability of each node's path from the root, by the drafter; 0 for the root
+    parents: np.ndarray  # [N] int64
+    depths: np.ndarray  # [N] int64
 
 
 class RoundWork:
@@ -61,9 +62,9 @@ class RoundWork:
         self.target, self.buffers, self.drafter, self.context = target, buffers, drafter, context
         self.max_depth = 0 if drafter is None else drafter.depth
         with torch.inference_mode():
-            self.walked = self._scratch(("walked", self.max_depth), lambda: Walked.empty(self.max_depth, target.device))
+            self.walked = self.scratch(("walked", self.max_depth), lambda: Walked.empty(self.max_depth, target.device))
             if context is None:
-                self.bonus = self._scratch("bonus", lambda: torch.zeros(1, dtype=torch.int64, device=target.device))
+                self.bonus = self.scratch("bonus", lambda: torch.zeros(1, dtype=torch.int64, device=target.device))
             else:
                 self.bonus = context.bonus
 
@@ -79,7 +80,7 @@ class RoundWork:
             root.rows.copy_(torch.arange(kernel))
             return whole
 
-        return self._scratch("tree", new).first(count)
+        return self.scratch("tree", new).first(count)
 
     def round(self, count: int, chain: bool) -> None:
         self.draft(count, chain)
@@ -97,6 +98,18 @@ class RoundWork:
         self.drafter.draft(context)
         values, ids = top_candidates(context.logits, 1 if chain else count - 1)
         build_tree(values, ids, self.bonus, budget=count - 1, out=tree)
+
+    def offer(self, count: int) -> None:
+        """Draft, and put what a choice needs in one piece for the host."""
+        self.draft(count, False)
+        tree = self.tree(count)
+        for row, field in enumerate((tree.num_nodes.expand(count), tree.scores, tree.parents, tree.depths)):
+            self.drafted(count)[row] = field
+
+    def drafted(self, count: int) -> Tensor:
+        """Number of nodes, scores, parents and depths of a tree of `count` nodes: [4, count] float64."""
+        new = partial(torch.zeros, 4, count, dtype=torch.float64, device=self.target.device)
+        return self.scratch(("drafted", count), new)
 
     def verify_chain(self, count: int) -> None:
         """Verify a chain instead of the tree: it takes its tokens from the same draft, and the tree's place."""
@@ -129,7 +142,7 @@ class RoundWork:
     def _path_size(self) -> int:
         return self.max_depth + 1
 
-    def _scratch(self, key, new: Callable[[], object]) -> object:
+    def scratch(self, key, new: Callable[[], object]) -> object:
         if key not in self.buffers.scratch:
             with torch.inference_mode():
                 self.buffers.scratch[key] = new()
@@ -151,7 +164,6 @@ class DeviceRounds:
         self.work = RoundWork(target, state.buffers, drafter, context)
         self.max_depth, self.bonus = self.work.max_depth, self.work.bonus
         with torch.inference_mode():
-            self.record = torch.empty_like(self.work.walked.record, device="cpu", pin_memory=_is_gpu(target.device))
             if session is not None:
                 session.place(features)
             self.bonus.fill_(bonus)
@@ -172,14 +184,12 @@ class DeviceRounds:
         """
         count = self._count(budget, False)
         self._prepare(count)
-        self._captured("draft", count, False, partial(self.work.draft, count, False))()
+        self._captured("draft", count, False, partial(self.work.offer, count))()
         self._count_committed()
         meanwhile()
-        tree = self.work.tree(count)
-        fields = tree.num_nodes.expand(count), tree.scores, tree.parents, tree.depths
-        used, *packed = torch.stack([field.double() for field in fields]).cpu()  # the one wait for the draft
-        scores, parents, depths = (field[: int(used[0])] for field in packed)
-        return Drafted(scores.tolist(), parents.long().tolist(), depths.long().tolist())
+        used, scores, parents, depths = self._read(self.work.drafted(count), ("drafted", count)).numpy()
+        kept = int(used[0])
+        return Drafted(scores[:kept].copy(), parents[:kept].astype(np.int64), depths[:kept].astype(np.int64))
 
     def verify(self, budget: int, *, chain: bool = False) -> DeviceRound:
         """The second half: verify the best `budget` nodes of the tree that `draft` built, and walk.
@@ -228,18 +238,24 @@ class DeviceRounds:
 
     @torch.inference_mode()
     def _finish(self, work: Captured, count: int) -> DeviceRound:
-        """Run the work that ends a round and read its record: the one wait of a round."""
+        """Run the work that ends a round and read its record."""
         work()
-        self.record.copy_(self.work.walked.record, non_blocking=True)
-        if _is_gpu(self.target.device):
-            torch.cuda.current_stream().synchronize()
-        steps, _, *rest = self.record.tolist()
+        steps, _, *rest = self._read(self.work.walked.record, ("record", self.max_depth)).tolist()
         path, tokens = rest[:steps], rest[self.max_depth + 1 :][:steps]
         self._count_committed()
         self._uncommitted = path
         if self.session is not None:
             self.session.count(steps)
         return DeviceRound(path, tokens, count)
+
+    def _read(self, record: Tensor, key) -> Tensor:
+        """A record of the device on the host, when it has arrived: one of the two waits of a round."""
+        is_gpu = self.target.device.type == "cuda"
+        held = self.work.scratch(("host", *key), lambda: torch.empty_like(record, device="cpu", pin_memory=is_gpu))
+        held.copy_(record, non_blocking=True)
+        if is_gpu:
+            torch.cuda.current_stream().synchronize()
+        return held
 
     def _captured(self, kind, count: int, chain: bool, work: Callable[[], None]) -> Captured:
         """Captured work over these buffers. Its warm-up repeats a round, so the buffers' small registers are put back."""
@@ -351,7 +367,3 @@ class DeviceLoop:
 
 WIDEST = (15, 31, 63, 127)
 """Budgets of the trees to choose from, so that few are captured; the largest budget is the last."""
-
-
-def _is_gpu(device: torch.device) -> bool:
-    return device.type == "cuda"

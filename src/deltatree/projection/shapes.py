@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def target_and_drafter(
     shape: str, block_size: int, *, device: str | None = None, dtype: str | None = None, backend: str | None = None
 ) -> tuple[Target, Drafter]:
-    """Random weights of a shape, and of a DFlash drafter beside it, as `deltatree.load` would place them.
+    """Random weights of a shape that write a plain text, and of a DFlash drafter beside it, as `deltatree.load` would place them.
 
     shape: a key of `deltatree.models.shapes.SHAPES`    Raises OptionError.
     """
@@ -29,7 +29,30 @@ def target_and_drafter(
         raise OptionError(f"shape {shape!r} is not known; possible are {', '.join(SHAPES)}")
     num_layers = SHAPES[shape][1]["num_hidden_layers"]
     target = random_target(shape, device=placed, dtype=torch_dtype, taps=_taps(num_layers))
+    count_upwards(target.model)
     return choose_backend(target, random_drafter(target, block_size), backend, None)
+
+
+LOUDNESS = 32.0
+"""Of the embedding over what a layer adds, so that the last hidden state still tells the token."""
+
+
+def count_upwards(model) -> None:
+    """Make token t + 1 follow token t, whatever the layers do, which goes on costing what it costs.
+
+    Random weights stand at a near tie at every other token (of logits, and of experts), so that rounding would decide what
+    their text is, and a drafter that knows it would soon be wrong. Changes embedding and head; a tied head is left as it is.
+    """
+    import torch
+
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    if embedding.data_ptr() == head.data_ptr():
+        return
+    with torch.no_grad():
+        head[1:] = embedding[:-1]
+        head[0] = embedding[-1]
+        head *= head.shape[1] ** -0.5
+        embedding *= LOUDNESS
 
 
 def _taps(num_layers: int) -> tuple[int, ...]:

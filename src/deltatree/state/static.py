@@ -127,7 +127,7 @@ class StaticBuffers:
         if len(self.keys):
             commit_rows(self.keys, self.values, path, committed=self.length, length=self.steps)
         self.length += self.steps
-        self.steps.zero_()
+        self.steps.fill_(0)  # a kernel; zero_ would be a node of another kind in a captured graph
 
     @property
     def num_bytes(self) -> int:
