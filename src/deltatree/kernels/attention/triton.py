@@ -72,7 +72,7 @@ def _fold(scores, top, weight, total, values, PRECISION: tl.constexpr):
 
 @triton.jit
 def _gated(x, gate, place, mask, dtype: tl.constexpr):
-    """x in `dtype`, times sigmoid(gate) if there is one; rounded where `output_gate` rounds."""
+    """x in `dtype`, times sigmoid(gate) if there is one."""
     x = x.to(dtype)
     if gate is not None:
         x = x.to(tl.float32) * tl.sigmoid(tl.load(gate + place, mask=mask, other=0.0).to(tl.float32))
