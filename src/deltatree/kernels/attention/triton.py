@@ -79,7 +79,7 @@ def _gated(x, gate, place, mask, dtype: tl.constexpr):
     return x
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["most_shares", "committed_here"])
 def _share_kernel(
     q, keys, values, ancestors, depths, committed, committed_here, means, tops, weights, gate, out,
     N, H, heads, most_shares, rows_total, scale,
@@ -186,7 +186,7 @@ def _share_kernel(
             tl.store(means + slot[:, None] * D + d[None, :], mean, mask=on_all)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["most_shares", "committed_here"])
 def _combine_kernel(
     means, tops, weights, committed, committed_here, gate, out,
     N, H, heads, most_shares, rows_total, sgb, sgh, sgn, sgd, sob, soh, son, sod,
