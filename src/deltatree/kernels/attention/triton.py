@@ -48,12 +48,11 @@ def _fetch_first(
     D: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Ask the cache for the first block of committed rows of this program's share."""
-    share = tl.program_id(1)
-    block = share * (heads * blocks) // shares
+    block = tl.minimum(tl.program_id(1), shares - 1) * (heads * blocks) // shares
     head = block // blocks
     b, h = (head // H).to(tl.int64), (head % H).to(tl.int64)
     row = first + (block % blocks) * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
-    wanted = (row < length) & (share < shares)
+    wanted = (row < length) & (tl.program_id(1) < shares)
     fetch_ahead(keys + b * skb + h * skh, row, wanted, skr, 0, D, BLOCK_D)
     fetch_ahead(values + b * svb + h * svh, row, wanted, svr, 0, D, BLOCK_D)
 
@@ -273,14 +272,16 @@ def num_shares(q: Tensor, keys: Tensor, launch: dict[str, int]) -> int:
     batch, query_heads, nodes, _ = q.shape
     heads = batch * keys.shape[1]
     row_blocks = triton.cdiv(query_heads // keys.shape[1] * nodes, launch["BLOCK_M"])
-    fill = max(1, launch.get("residents", 1) * _num_processors(q.device) // row_blocks)
-    fill = min(fill, 128 * heads, heads * triton.cdiv(keys.shape[2], launch["BLOCK_KEYS"]))
+    residents = launch.get("residents", 1)
+    fill = max(1, residents * _num_processors(q.device) // row_blocks)
+    fill = min(fill, 64 * residents * heads, heads * triton.cdiv(keys.shape[2], launch["BLOCK_KEYS"]))
     return fill - fill % heads if fill % heads <= fill // 8 else fill
 
 
 def _slots(q: Tensor, keys: Tensor, shares: int) -> int:
     """Rows of parts that the scratch has room for; see the share kernel's `slot`."""
-    return q[0, :, :, 0].numel() // keys.shape[1] * (shares + q.shape[0] * keys.shape[1] - 1)
+    slots = q.shape[1] // keys.shape[1] * q.shape[2] * (shares + q.shape[0] * keys.shape[1] - 1)
+    return -(-slots // 4) * 4  # what follows is aligned to 16 bytes
 
 
 def scratch_for(q: Tensor, keys: Tensor, launch: dict[str, int] | None = None) -> Tensor:
