@@ -47,7 +47,7 @@ def tree_attention(
 
     q: [B, HQ, N, D]    keys, values: [B, HKV, capacity, D], committed rows first, then the N nodes' rows
     ancestors: [N, N] bool, self included    length: committed rows, an int or one integer on the device
-    scale: of the scores, D^-1/2 if None    depths, window: of a sliding-window layer, as in `tree_attention_mask`
+    scale: of the scores, above 0; D^-1/2 if None    depths, window: of a sliding-window layer, as in `tree_attention_mask`
     gate: [B, HQ, N, D], strided or not; the result is rounded to q's dtype, then multiplied by its sigmoid
     out: written and returned instead of a new tensor    scratch: only the fast twin needs it
     Returns [B, HQ, N, D] in q's dtype, summed in float32 or wider.

@@ -58,12 +58,12 @@ def _fetch_first(
 
 
 @triton.jit
-def _fold(scores, top, weight, total, values, PRECISION: tl.constexpr):
-    """One block of keys into the running maximum, weight and sum; scores are in units of log 2."""
-    higher = tl.maximum(top, tl.max(scores, 1))
+def _fold(scores, scale, top, weight, total, values, PRECISION: tl.constexpr):
+    """One block of keys into the running maximum, weight and sum. scale: above 0, makes units of log 2 of the scores."""
+    higher = tl.maximum(top, tl.max(scores, 1) * scale)
     anchor = tl.where(higher == float("-inf"), 0.0, higher)
     shrink = tl.exp2(top - anchor)
-    shares = tl.exp2(scores - anchor[:, None])
+    shares = tl.exp2(scores * scale - anchor[:, None])
     weight = weight * shrink + tl.sum(shares, 1)
     total = tl.dot(shares.to(values.dtype), values, total * shrink[:, None], input_precision=PRECISION)
     return higher, weight, total
@@ -146,9 +146,9 @@ def _share_kernel(
                 fetch_ahead(head_values, later, later < plain_high, svr, 0, D, BLOCK_D)
             row = (start + at).to(tl.int64)
             key = tl.load(head_keys + row[None, :] * skr + d[:, None] * skd, mask=md[:, None], other=0.0)
-            scores = tl.dot(queries, key, input_precision=PRECISION) * scale
+            scores = tl.dot(queries, key, input_precision=PRECISION)
             value = tl.load(head_values + row[:, None] * svr + d[None, :] * svd, mask=md[None, :], other=0.0)
-            top, weight, total = _fold(scores, top, weight, total, value, PRECISION)
+            top, weight, total = _fold(scores, scale, top, weight, total, value, PRECISION)
         for start in range(plain_high, high, BLOCK_KEYS):
             row = start + at
             inside = row < end
@@ -165,11 +165,12 @@ def _share_kernel(
             key = tl.load(
                 head_keys + row[None, :] * skr + d[:, None] * skd, mask=md[:, None] & inside[None, :], other=0.0
             )
-            scores = tl.dot(queries, key, input_precision=PRECISION) * scale
+            scores = tl.dot(queries, key, input_precision=PRECISION)
             value = tl.load(
                 head_values + row[:, None] * svr + d[None, :] * svd, mask=md[None, :] & inside[:, None], other=0.0
             )
-            top, weight, total = _fold(tl.where(seen, scores, float("-inf")), top, weight, total, value, PRECISION)
+            scores = tl.where(seen, scores, float("-inf"))
+            top, weight, total = _fold(scores, scale, top, weight, total, value, PRECISION)
 
         mean = total / tl.where(weight > 0.0, weight, 1.0)[:, None]
         on_all = on[:, None] & md[None, :]
