@@ -14,6 +14,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -22,6 +23,7 @@ import triton
 from node_states import node_states
 from torch import Tensor
 
+from deltatree.kernels.attention import reference as attention_truth
 from deltatree.kernels.attention import triton as attention
 from deltatree.kernels.commit import triton as commit
 from deltatree.kernels.conv import conv_rows
@@ -267,41 +269,86 @@ def recurrence() -> Iterator[dict]:
             }
 
 
+CONTEXTS = ((1024, 32768), (1024, 1024), (8192, 32768), (32768, 32768), (131072, 131072))  # text, rows of the buffers
+BLOCKS = {  # of tree attention, by the most query rows of a key head, to be measured beside `block_sizes`
+    16: {
+        "four stages": {"num_stages": 4},
+        "32 keys, six stages": {"BLOCK_KEYS": 32, "num_stages": 6},
+        "32 keys, three stages, two programs a processor": {"BLOCK_KEYS": 32, "num_stages": 3, "residents": 2},
+    },
+    128: {
+        "32 keys, four stages": {"BLOCK_KEYS": 32, "num_stages": 4},
+        "asked for one block ahead": {"AHEAD": 1},
+        "not asked for before the kernel ahead is done": {"FETCH": False},
+    },
+    4096: {
+        "asked for one block ahead": {"AHEAD": 1},
+        "32 keys, four stages": {"BLOCK_KEYS": 32, "num_stages": 4},
+    },
+}
+
+
 def tree_attention() -> Iterator[dict]:
-    """16 query and 2 key heads of 256 over long contexts."""
-    heads, key_heads, dim = 16, 2, 256
-    for nodes in (16, 64):
-        seen = ancestors_of(make_tree(nodes))
-        for context in (1024, 8192, 32768, 131072):
-            length = torch.tensor([context], dtype=torch.int32).cuda()
-            copies = max(2, min(10, 2**28 // (context * key_heads * dim * 4)))
-            calls = []
-            for _ in range(copies):
-                q = random(1, heads, nodes, dim, dtype=torch.bfloat16)
-                keys, values = (random(1, key_heads, context + nodes, dim, dtype=torch.bfloat16) for _ in range(2))
-                scratch, out = attention.scratch_for(q, keys), torch.empty_like(q)
-                calls.append(
-                    lambda q=q, keys=keys, values=values, scratch=scratch, out=out: attention.tree_attention(
-                        q, keys, values, ancestors=seen, length=length, scratch=scratch, out=out
-                    )
-                )
-            moved = num_bytes(keys, values)
-            operations = 4 * heads * nodes * (context + nodes) * dim
-            us = graph_us(calls)
-            floor, matrix_floor = moved / BANDWIDTH * 1e6, operations / MATRIX_RATE * 1e6
-            yield {
-                "benchmark": "tree_attention",
-                "nodes": nodes,
-                "context": context,
-                "us": us,
-                "bytes": moved,
-                "floor_us": floor,
-                "ratio_to_floor": us / floor,
-                "operations": operations,
-                "matrix_floor_us": matrix_floor,
-                "ratio_to_larger_floor": us / max(floor, matrix_floor),
-                "scratch_bytes": num_bytes(scratch),
-            }
+    """16 query and 2 key heads of 256 over short and long texts; 24 and 4 of them where a tree is narrow or wide.
+
+    What `block_sizes` chooses comes first for every case, then the other kinds.
+    """
+    cases = [((16, 2), nodes, *sizes) for nodes in (1, 16, 64, 256) for sizes in CONTEXTS]
+    for case in [*cases, ((24, 4), 1, *CONTEXTS[3]), ((24, 4), 256, *CONTEXTS[3])]:
+        yield from attention_records(*case, {"as chosen": {}})
+    for case in cases:
+        kinds = next(kinds for most, kinds in BLOCKS.items() if 8 * case[1] <= most)
+        if case[2:] != CONTEXTS[1]:
+            yield from attention_records(*case, kinds)
+
+
+def attention_records(
+    heads: tuple[int, int], nodes: int, context: int, capacity: int, kinds: dict[str, dict]
+) -> Iterator[dict]:
+    """One case with its gate, in every kind. heads: query and key heads of 256    capacity: committed rows of the buffers"""
+    dim, bfloat16 = 256, torch.bfloat16
+    length = torch.tensor([context]).cuda()
+    options = {"ancestors": ancestors_of(make_tree(nodes)), "length": length}
+    layers = []
+    for _ in range(max(2, min(10, 2**28 // (context * heads[1] * 4 * dim)))):
+        q, gate = (random(1, nodes, heads[0], dim, dtype=bfloat16).transpose(1, 2) for _ in range(2))
+        keys, values = (random(1, heads[1], capacity + nodes, dim, dtype=bfloat16) for _ in range(2))
+        layers.append({"q": q, "keys": keys, "values": values, "gate": gate, "out": torch.empty_like(q)})
+    wide = {name: x.float() for name, x in layers[0].items() if name != "out"}
+    expected = attention_truth.tree_attention(**wide, **options)
+    del wide
+    moved = (context + nodes) * heads[1] * dim * 2 * keys.element_size()
+    operations = 4 * heads[0] * nodes * (context + nodes) * dim
+    floor, matrix_floor = moved / BANDWIDTH * 1e6, operations / MATRIX_RATE * 1e6
+    for name, launch in kinds.items():
+        sizes = attention.block_sizes(heads[0] // heads[1] * nodes, dim, 2, attention._shared_bytes(q.device)) | launch
+        record = {
+            "benchmark": "tree_attention",
+            "blocks": name,
+            "heads": heads[0],
+            "key_heads": heads[1],
+            "nodes": nodes,
+            "context": context,
+            "capacity": capacity,
+            "launch": sizes | {"shares": attention.num_shares(q, keys, sizes)},
+        }
+        calls = [partial(attention.tree_attention, **layer, **options, launch=launch) for layer in layers]
+        try:
+            error, us = relative_error(calls[0](), expected), graph_us(calls)
+        except Exception as failure:  # the other kinds keep their figures
+            yield record | {"failed": str(failure)[:300]}
+            continue
+        yield record | {
+            "us": us,
+            "error": error,
+            "bytes": moved,
+            "floor_us": floor,
+            "ratio_to_floor": us / floor,
+            "operations": operations,
+            "matrix_floor_us": matrix_floor,
+            "ratio_to_larger_floor": us / max(floor, matrix_floor),
+            "scratch_bytes": num_bytes(attention.scratch_for(q, keys, launch)),
+        }
 
 
 def commit_all_layers() -> Iterator[dict]:

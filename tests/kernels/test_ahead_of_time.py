@@ -145,14 +145,16 @@ def wide_launches(recur, monkeypatch) -> list:
     return launches
 
 
-def attention_launches(q, cache, seen, length, monkeypatch) -> list:
+def attention_launches(q, cache, seen, length, monkeypatch, shares: int = 16) -> list:
+    def attend():
+        attention.tree_attention(q, cache, cache, ancestors=seen, length=length, launch={"shares": shares})
+
     combine = Recorder()
     kernel = attention._combine_kernel
     with monkeypatch.context() as patch:
         patch.setattr(attention, "_combine_kernel", combine)
-        call = lambda: attention.tree_attention(q, cache, cache, ancestors=seen, length=length, launch={"shares": 16})  # noqa: E731
-        shares = launches_of(attention, "_share_kernel", call, monkeypatch)
-    return shares + [(kernel, args, options) for args, options in combine.launches]
+        launches = launches_of(attention, "_share_kernel", attend, monkeypatch)
+    return launches + [(kernel, args, options) for args, options in combine.launches]
 
 
 @pytest.mark.parametrize("capability", SHARED_BYTES)
@@ -182,6 +184,19 @@ def test_the_step_of_one_token_compiles(capability, dtype, monkeypatch):
     ((kernel, args, options),) = launches_of(delta_step, "_gated_delta_step_kernel", call, monkeypatch)
     compiled = compile_for(capability, kernel, args, options)
     assert compiled.asm["cubin"] and compiled.metadata.shared <= SHARED_BYTES[capability]
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+@pytest.mark.parametrize(("nodes", "shares"), [(1, 132), (16, 11)])
+def test_attention_compiles_in_deeper_blocks(capability, nodes, shares, monkeypatch):
+    """Chips of 220 KB of shared memory and more; the second time with shares that reach over two heads."""
+    monkeypatch.setattr(attention, "_shared_bytes", lambda device: SHARED_BYTES[capability])
+    monkeypatch.setattr(attention, "DEEPER", True)
+    q, cache = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((1, 24, nodes, 256), (1, 4, 512, 256)))
+    seen, length = torch.ones(nodes, nodes, dtype=torch.uint8).tril(), torch.zeros(1, dtype=torch.int32)
+    for kernel, args, options in attention_launches(q, cache, seen, length, monkeypatch, shares):
+        compiled = compile_for(capability, kernel, args, options)
+        assert compiled.metadata.shared <= SHARED_BYTES[capability], kernel.__name__
 
 
 def expert_launches(tokens: int, dtype: torch.dtype, monkeypatch, **options) -> list:

@@ -93,6 +93,76 @@ def test_sliding_window(window, length):
         assert agrees(run(tensors, options, shares=shares), expected_of(tensors, options))
 
 
+@pytest.mark.parametrize(("length", "shares"), [(0, None), (23, 6), (24, 2), (88, 5), (324, None)])
+def test_a_text_of_any_length_in_buffers_of_333_rows(length, shares):
+    """With 9 nodes and blocks of 32 keys: below, at and above the end of a block, up to full buffers."""
+    tensors, options = attention_case(make_tree("bushy", 9, 1), length, heads=(3, 3), capacity=333)
+    assert agrees(run(tensors, options, shares=shares), expected_of(tensors, options))
+
+
+@pytest.mark.parametrize(
+    ("heads", "nodes", "shares"),
+    [
+        ((16, 2), 1, 128),  # 64 a head, more are not combined at once
+        ((16, 2), 64, 32),  # beside 4 blocks of rows
+        ((16, 2), 256, 8),
+        ((24, 4), 1, 132),
+        ((24, 4), 256, 11),  # 8 would leave 36 processors idle
+    ],
+)
+def test_shares_fill_132_processors(heads, nodes, shares, monkeypatch):
+    from deltatree.kernels.attention import triton as twin
+
+    monkeypatch.setattr(twin, "_num_processors", lambda device: 132)
+    q, keys = torch.empty(1, heads[0], nodes, 256, device="meta"), torch.empty(1, heads[1], 32768, 256, device="meta")
+    sizes = twin.block_sizes(heads[0] // heads[1] * nodes, 256, 2, 232448)
+    assert twin.num_shares(q, keys, sizes) == shares
+
+
+def test_larger_buffers_change_nothing():
+    """Shares follow the text, not the buffers: the same bits, whatever the capacity, and every time."""
+    tensors, options = attention_case(make_tree("bushy", 9, 1), 70, capacity=200)
+    wider = [torch.nn.functional.pad(x, (0, 0, 0, 1000), value=float("nan")) for x in tensors[1:]]
+    attended = run(tensors, options, shares=4)
+    assert torch.equal(attended, run(tensors, options, shares=4))
+    assert torch.equal(attended, run((tensors[0], *wider), options, shares=4))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, TOLERANCE), (torch.float16, 2e-3)])
+@pytest.mark.parametrize("shares", [1, 3])
+def test_a_gate_of_a_wide_projection(dtype, tolerance, shares):
+    tensors, options = attention_case(FAMILY, 40, dtype=dtype)
+    projected = torch.randn(len(FAMILY), 4, 2, 16, device=DEVICE).to(dtype)
+    options["gate"] = projected[:, :, 1].transpose(0, 1)[None]
+    attended = run(tensors, options, shares=shares)
+    assert agrees(attended, expected_of(tensors, options | {"gate": options["gate"].double()}), tolerance)
+    assert not agrees(attended, expected_of(tensors, options | {"gate": None}), tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
+@pytest.mark.parametrize("deeper", [False, True])
+@pytest.mark.parametrize(
+    ("nodes", "heads"),
+    [(1, (16, 2)), (8, (16, 2)), (16, (16, 2)), (17, (16, 2)), (256, (16, 2)), (1, (24, 4)), (256, (24, 4))],
+)
+def test_both_tables_of_blocks_at_model_size(nodes, heads, deeper, monkeypatch):
+    """Texts that fill no block, one, and every share of the chip, in buffers of 32k rows, in bfloat16."""
+    monkeypatch.setattr("deltatree.kernels.attention.triton.DEEPER", deeper)
+    for length in (0, 63, 1024, 30001):
+        tensors, options = attention_case(
+            make_tree("wide", nodes, 3, max_depth=15),
+            length,
+            heads=heads,
+            dim=256,
+            dtype=torch.bfloat16,
+            capacity=32768,
+        )
+        attended = run(tensors, options)
+        assert relative_error(attended, expected_of(tensors, options)) <= 6e-3, length
+        assert torch.equal(attended, run(tensors, options)), length
+
+
 @pytest.mark.parametrize("mutate", [swapped_parents, dropped_ancestor, added_cousin])
 def test_a_wrong_mask_does_not_pass(mutate):
     tensors, options = attention_case(FAMILY, 40)

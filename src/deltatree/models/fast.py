@@ -19,7 +19,7 @@ from deltatree.errors import TreeError
 from deltatree.kernels.attention import tree_attention
 from deltatree.kernels.conv import tree_conv
 from deltatree.kernels.experts import expert_mlp, route
-from deltatree.kernels.fused import add_norm, gated_norm, norm_rotate, output_gate, swiglu
+from deltatree.kernels.fused import add_norm, gated_norm, norm_rotate, swiglu
 from deltatree.kernels.gated_delta import DeltaStash, tree_gated_delta
 from deltatree.kernels.linear import product
 from deltatree.models.packed import Norm, PackedAttention, PackedExperts, PackedMLP, PackedRecurrent, norm_of, pack
@@ -199,13 +199,14 @@ class FastTarget:
             zero_centred=w.q_norm.zero_centred, num_heads=w.heads, gated=w.gated,
         )  # fmt: skip
         window = {"depths": nodes.depths, "window": w.window} if w.window else {}
+        gate = None
+        if w.gated:
+            gate = projected[:, : 2 * w.heads * w.head_dim].unflatten(-1, (w.heads, 2, w.head_dim))[:, :, 1]
+            gate = gate.transpose(0, 1)[None]
         attended = tree_attention(
-            q.transpose(0, 1)[None], keys, values, ancestors=nodes.ancestors, length=buffers.length, **window
+            q.transpose(0, 1)[None], keys, values, ancestors=nodes.ancestors, length=buffers.length, gate=gate, **window
         )[0].transpose(0, 1)
-        if not w.gated:
-            return linear(attended.flatten(1), w.output, w.output_bias)
-        gate = projected[:, : 2 * w.heads * w.head_dim].unflatten(-1, (w.heads, 2, w.head_dim))[:, :, 1]
-        return linear(output_gate(attended, gate), w.output, w.output_bias)
+        return linear(attended.flatten(1), w.output, w.output_bias)
 
     def _shapes(self) -> StateShapes:
         recurrent = next((w.mixer for w in self.layers if isinstance(w.mixer, PackedRecurrent)), None)

@@ -13,7 +13,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from deltatree.capture import Captured
 from deltatree.kernels.conv import commit_window, tree_conv
 from deltatree.kernels.delta_step import gated_delta_step
-from deltatree.kernels.fused import gated_norm, norm_rotate, output_gate
+from deltatree.kernels.fused import gated_norm, norm_rotate
 from deltatree.kernels.linear import product
 from deltatree.models.fast import FastTarget, _feed_forward, _normed
 from deltatree.models.packed import PackedAttention, PackedRecurrent
@@ -167,4 +167,4 @@ class LockStep:
         if not w.gated:
             return linear(attended.flatten(1), w.output, w.output_bias)
         gate = projected[:, : 2 * w.heads * w.head_dim].unflatten(-1, (w.heads, 2, w.head_dim))[:, :, 1]
-        return linear(output_gate(attended, gate), w.output, w.output_bias)
+        return linear((attended * gate.sigmoid()).flatten(1), w.output, w.output_bias)

@@ -39,6 +39,7 @@ def tree_attention(
     scale: float | None = None,
     depths: Tensor | None = None,
     window: int | None = None,
+    gate: Tensor | None = None,
     out: Tensor | None = None,
     scratch: Tensor | None = None,
 ) -> Tensor:
@@ -46,7 +47,8 @@ def tree_attention(
 
     q: [B, HQ, N, D]    keys, values: [B, HKV, capacity, D], committed rows first, then the N nodes' rows
     ancestors: [N, N] bool, self included    length: committed rows, an int or one integer on the device
-    scale: of the scores, D^-1/2 if None    depths, window: of a sliding-window layer, as in `tree_attention_mask`
+    scale: of the scores, above 0; D^-1/2 if None    depths, window: of a sliding-window layer, as in `tree_attention_mask`
+    gate: [B, HQ, N, D], strided or not; the result is rounded to q's dtype, then multiplied by its sigmoid
     out: written and returned instead of a new tensor    scratch: only the fast twin needs it
     Returns [B, HQ, N, D] in q's dtype, summed in float32 or wider.
     """
@@ -58,4 +60,6 @@ def tree_attention(
     k, v = (x[:, :, : length + nodes].to(wide).repeat_interleave(group, dim=1) for x in (keys, values))
     scores = (q.to(wide) @ k.mT) * (head_dim**-0.5 if scale is None else scale)
     attended = (scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v).to(q.dtype)
+    if gate is not None:
+        attended = (attended.to(wide) * torch.sigmoid(gate.to(wide))).to(q.dtype)
     return attended if out is None else out.copy_(attended)

@@ -7,7 +7,6 @@ _TWIN = "deltatree.kernels.fused.triton"
 add_norm = dispatched(reference.add_norm, _TWIN)
 gated_norm = dispatched(reference.gated_norm, _TWIN)
 norm_rotate = dispatched(reference.norm_rotate, _TWIN)
-output_gate = dispatched(reference.output_gate, _TWIN)
 swiglu = dispatched(reference.swiglu, _TWIN)
 
-__all__ = ["add_norm", "gated_norm", "norm_rotate", "output_gate", "swiglu"]
+__all__ = ["add_norm", "gated_norm", "norm_rotate", "swiglu"]

@@ -116,15 +116,6 @@ def norm_rotate(
     return q if out is None else out.copy_(q)
 
 
-def output_gate(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """x * sigmoid(gate), as gated attention ends.
-
-    x: [N, H, D]    gate: [N, H, D] (may be strided)    Returns [N, H * D] in x's dtype.
-    """
-    gated = (_wide(x) * torch.sigmoid(_wide(gate))).to(x.dtype).flatten(1)
-    return gated if out is None else out.copy_(gated)
-
-
 def swiglu(x: Tensor, *, out: Tensor | None = None) -> Tensor:
     """silu(first half) * second half. x: [N, 2 * I], gate then up. Returns [N, I] in x's dtype."""
     gate, up = x.chunk(2, dim=-1)

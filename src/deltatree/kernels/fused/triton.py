@@ -185,33 +185,6 @@ def norm_rotate(
 
 
 @triton.jit
-def _output_gate_kernel(
-    x, gate, out, sxn, sxh, sxd, sgn, sgh, sgd, son,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
-    if CHAINED:
-        gdc_wait()
-        gdc_launch_dependents()
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    d = tl.arange(0, BLOCK_D)
-    on = d < D
-    value = tl.load(x + row * sxn + head * sxh + d * sxd, mask=on, other=0.0).to(tl.float32)
-    value *= tl.sigmoid(tl.load(gate + row * sgn + head * sgh + d * sgd, mask=on, other=0.0).to(tl.float32))
-    tl.store(out + row * son + head * D + d, value, mask=on)
-
-
-def output_gate(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """As the reference."""
-    nodes, heads, dim = x.shape
-    out = x.new_empty(nodes, heads * dim) if out is None else out
-    _output_gate_kernel[(nodes, heads)](
-        x, gate, out, *x.stride(), *gate.stride(), out.stride(0),
-        D=dim, BLOCK_D=triton.next_power_of_2(dim), num_warps=1 if dim <= 128 else 2, **chaining(x.device),
-    )  # fmt: skip
-    return out
-
-
-@triton.jit
 def _swiglu_kernel(x, out, size, sxn, son, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
     if CHAINED:
         gdc_wait()
