@@ -45,7 +45,12 @@ def read_target_config(source: str) -> TargetConfig:
 
 
 def load_target(
-    config: TargetConfig, *, taps: tuple[int, ...] = (), device: str = "cpu", dtype: torch.dtype = torch.float32
+    config: TargetConfig,
+    *,
+    taps: tuple[int, ...] = (),
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    prefill: str = "auto",
 ) -> ReferenceTarget:
     """Load the weights and open the model to trees.
 
@@ -67,7 +72,7 @@ def load_target(
     model.to(device).eval()
     if "num_experts" in config.text:
         model.set_experts_implementation("grouped_mm" if torch.device(device).type == "cuda" else "eager")
-    return ReferenceTarget(model, taps)
+    return ReferenceTarget(model, taps, prefill=prefill)
 
 
 @contextmanager
