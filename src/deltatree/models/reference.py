@@ -17,6 +17,7 @@ from deltatree.kernels.attention import tree_attention_mask, tree_positions
 from deltatree.kernels.conv import conv_rows
 from deltatree.models.architectures import architecture_of
 from deltatree.models.protocol import Verified
+from deltatree.progress import telling
 from deltatree.state import TreeState
 from deltatree.tree import DraftTree, ancestors, chain_tree
 from deltatree.verify import ChainPass, TreePass, open_to_trees
@@ -87,14 +88,17 @@ class ReferenceTarget:
 
     @torch.inference_mode()
     def prefill(self, token_ids: list[int], state: TreeState) -> Verified:
-        features = torch.empty(len(token_ids), self.feature_size, dtype=self.dtype, device=self.device)
-        for start in range(0, len(token_ids), PREFILL_CHUNK):
-            chain = chain_tree(token_ids[start : start + PREFILL_CHUNK])
-            rows = conv_rows(chain.parents, self._kernel).to(self.device)
-            masks = {kind: self._chain_mask(kind, len(chain), state.length) for kind in set(self.layer_kinds)}
-            hidden, tapped = self._forward(chain, masks, state, ChainPass(state, rows, self.chain_rule))
-            state.advance(len(chain))
-            features[start : start + len(chain)] = tapped
+        count = len(token_ids)
+        features = torch.empty(count, self.feature_size, dtype=self.dtype, device=self.device)
+        with telling(f"prefill of {count:,} tokens", when=count > PREFILL_CHUNK) as tell:
+            for start in range(0, count, PREFILL_CHUNK):
+                chain = chain_tree(token_ids[start : start + PREFILL_CHUNK])
+                rows = conv_rows(chain.parents, self._kernel).to(self.device)
+                masks = {kind: self._chain_mask(kind, len(chain), state.length) for kind in set(self.layer_kinds)}
+                hidden, tapped = self._forward(chain, masks, state, ChainPass(state, rows, self.chain_rule))
+                state.advance(len(chain))
+                features[start : start + len(chain)] = tapped
+                tell(f"{start + len(chain):,} done")
         return Verified(self._logits(hidden[-1:]), features)
 
     @torch.inference_mode()
