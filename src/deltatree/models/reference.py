@@ -65,6 +65,7 @@ class ReferenceTarget:
         self.taps = taps
         self._check(taps)
         self.chain_rule = chain_rule(prefill, self.device, self.dtype)
+        self._has_prefilled = False
         for layer, kind in zip(self.text.layers, self.layer_kinds, strict=False):
             if kind == "linear_attention":
                 open_to_trees(layer.linear_attn, self.architecture.project)
@@ -90,7 +91,9 @@ class ReferenceTarget:
     def prefill(self, token_ids: list[int], state: TreeState) -> Verified:
         count = len(token_ids)
         features = torch.empty(count, self.feature_size, dtype=self.dtype, device=self.device)
-        with telling(f"prefill of {count:,} tokens", when=count > PREFILL_CHUNK) as tell:
+        compiles = self.device.type == "cuda" and not self._has_prefilled
+        what = f"prefill of {count:,} tokens" + " (first use compiles kernels)" * compiles
+        with telling(what, when=compiles or count > PREFILL_CHUNK) as tell:
             for start in range(0, count, PREFILL_CHUNK):
                 chain = chain_tree(token_ids[start : start + PREFILL_CHUNK])
                 rows = conv_rows(chain.parents, self._kernel).to(self.device)
@@ -99,6 +102,7 @@ class ReferenceTarget:
                 state.advance(len(chain))
                 features[start : start + len(chain)] = tapped
                 tell(f"{start + len(chain):,} done")
+        self._has_prefilled = True
         return Verified(self._logits(hidden[-1:]), features)
 
     @torch.inference_mode()

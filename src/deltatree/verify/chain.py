@@ -24,6 +24,7 @@ from deltatree.kernels.gated_delta.reference import l2_normalise
 
 CHUNK = 64  # tokens that are solved at once; the work of one solve grows with its square
 PREFILL_RULES = ("auto", "own", "fla")
+AUTO_TAKES_FLA = True  # where it is installed and suits; False: "auto" is "own" everywhere
 
 ChainRule = Callable[..., tuple[Tensor, Tensor]]
 """What `own_chain` and `fla_chain` are."""
@@ -43,7 +44,8 @@ def chain_rule(name: str, device: torch.device, dtype: torch.dtype) -> ChainRule
         raise OptionError(
             "prefill='fla' needs flash-linear-attention; pip install flash-linear-attention, or leave it out"
         )
-    wanted = name == "fla" or (name == "auto" and installed and dtype in (torch.bfloat16, torch.float16))
+    suits = AUTO_TAKES_FLA and installed and dtype in (torch.bfloat16, torch.float16)
+    wanted = name == "fla" or (name == "auto" and suits)
     if not wanted or device.type != "cuda":  # its kernels die on a CPU's tensors
         return own_chain
     try:
