@@ -14,9 +14,9 @@ class Captured:
 
     step: reads and writes tensors whose addresses stay the same; nothing in it waits for the device
     pool: memory pool that graphs share which never run at the same time, from `torch.cuda.graph_pool_handle`
-    what: what is captured, for people who wait for it
     before: run before each of the two passes that precede the capture (kernels are compiled in them), so that a step which
         leaves work for the next one does not find it
+    what: what is captured, for people who wait for it
     """
 
     def __init__(
@@ -24,9 +24,8 @@ class Captured:
         step: Callable[[], object],
         device: torch.device,
         pool: object = None,
-        *,
-        what: str = "a step",
         before: Callable[[], object] = lambda: None,
+        what: str = "a step",
     ) -> None:
         self.step, self.graph = step, None
         if device.type != "cuda":
