@@ -57,13 +57,20 @@ def test_imports_point_one_way():
 
 
 def test_B58_no_attention_package_is_needed():
-    """Neither flash-attention nor flash-linear-attention is imported anywhere, so a chip without them misses nothing."""
+    """Neither flash-attention nor flash-linear-attention is imported with a module, so a chip without them misses nothing.
+
+    One function may take the second, if it is there."""
     for file in SOURCE.rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
+        tree = ast.parse(file.read_text())
+        inside = {node for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) for node in ast.walk(f)}
+        for node in ast.walk(tree):
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            assert not any(name.split(".")[0] in {"flash_attn", "fla", "xformers"} for name in names), file
+            packages = {name.split(".")[0] for name in names} & {"flash_attn", "fla", "xformers"}
+            optional = packages == {"fla"} and node in inside and file == SOURCE / "verify" / "chain.py"
+            assert not packages or optional, file
     code = (
-        "import sys; sys.modules['flash_attn'] = sys.modules['fla'] = None; import deltatree.models, deltatree.verify"
+        "import sys; sys.modules['flash_attn'] = sys.modules['fla'] = None; import deltatree; "
+        "deltatree.load(device='cpu').generate('Hello', max_new_tokens=4)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

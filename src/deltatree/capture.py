@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import torch
 
+from deltatree.progress import telling
+
 
 class Captured:
     """One step over static buffers: run as it is on a CPU, captured once and replayed on a GPU.
@@ -14,6 +16,7 @@ class Captured:
     pool: memory pool that graphs share which never run at the same time, from `torch.cuda.graph_pool_handle`
     before: run before each of the two passes that precede the capture (kernels are compiled in them), so that a step which
         leaves work for the next one does not find it
+    what: what is captured, for people who wait for it
     """
 
     def __init__(
@@ -22,11 +25,12 @@ class Captured:
         device: torch.device,
         pool: object = None,
         before: Callable[[], object] = lambda: None,
+        what: str = "a step",
     ) -> None:
         self.step, self.graph = step, None
         if device.type != "cuda":
             return
-        with torch.cuda.device(device):
+        with torch.cuda.device(device), telling(f"preparing {what} (first use compiles kernels; cached afterwards)"):
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):

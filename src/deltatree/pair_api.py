@@ -344,6 +344,7 @@ def load(
     dtype: str | torch.dtype | None = None,
     backend: str | None = None,
     context_length: int | None = None,
+    prefill: str = "auto",
 ) -> Pair:
     """Load a target and its drafter.
 
@@ -354,6 +355,8 @@ def load(
         "fast-host" (the same, and every round passes through the host), or "reference" (the Transformers model, the default
         elsewhere and wherever the fast one does not cover a model, which a warning then says)
     context_length: tokens of prompt and answer that the fast backend keeps room for, by default 32,768 or the model's own
+    prefill: what takes recurrent layers through a prompt: "auto" (flash-linear-attention's kernels if it is installed, on a GPU
+        in 16 bits), "fla", or "own"; all methods of a pair start from the same numbers
     Configs are judged before weights are read. Raises CheckpointError, ArchitectureError, MismatchError, OptionError.
     """
     from deltatree.drafter.dialects import check_pair, read_drafter_config
@@ -368,17 +371,20 @@ def load(
         drafter_config = read_drafter_config(drafter)
         check_pair(drafter_config, target_config)
 
+    import torch
     from transformers import GenerationConfig
 
     from deltatree.drafter.dflash import load_drafter
     from deltatree.models.checkpoint import load_target
     from deltatree.text import end_tokens, load_tokenizer
+    from deltatree.verify.chain import chain_rule
 
     check_backend(backend, context_length)
     device, torch_dtype = place(device, dtype)
+    chain_rule(prefill, torch.device(device), torch_dtype)  # refused before anything loads
     taps = drafter_config.taps if drafter_config else ()
     tokenizer = load_tokenizer(target_config.folder)
-    loaded = load_target(target_config, taps=taps, device=device, dtype=torch_dtype)
+    loaded = load_target(target_config, taps=taps, device=device, dtype=torch_dtype, prefill=prefill)
     generation = loaded.model.generation_config or GenerationConfig()
     target, draft = choose_backend(
         loaded, load_drafter(drafter_config, loaded) if drafter_config else None, backend, context_length

@@ -19,8 +19,8 @@ from deltatree.tree import best_first, chain, no_draft
 class WarmedUp(Captured):
     """On a CPU, too, the step runs twice before it counts."""
 
-    def __init__(self, step, device, pool=None, before=lambda: None):
-        super().__init__(step, device, pool, before)
+    def __init__(self, step, device, pool=None, before=lambda: None, what="a step"):
+        super().__init__(step, device, pool, before, what)
         for _ in range(2):
             before()
             step()

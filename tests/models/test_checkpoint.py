@@ -1,6 +1,9 @@
 """Loading: the published layouts, and one clear sentence for everything that cannot be loaded."""
 
+import importlib.machinery
 import json
+import sys
+import types
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from tiny import ARCHITECTURES, plain_greedy, tiny_model
 import deltatree
 from deltatree.errors import ArchitectureError, CheckpointError, OptionError, PromptError
 from deltatree.models import ReferenceTarget
+from deltatree.models.checkpoint import straight_to
 from deltatree.tree import DraftTree
 
 TREE = DraftTree.from_parents([5, 6, 7, 8], [-1, 0, 0, 2])
@@ -197,3 +201,26 @@ def test_prompts_that_cannot_be_used(folder):
             pair.generate(prompt, method="ar")
     with pytest.raises(PromptError, match="role"):
         pair.generate([{"text": "x"}], method="ar")
+
+
+def test_weights_go_straight_to_a_gpu_where_accelerate_is_installed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    assert straight_to("cuda:1") == straight_to("cpu") == {}
+    installed = types.ModuleType("accelerate")
+    installed.__spec__ = importlib.machinery.ModuleSpec("accelerate", None)
+    monkeypatch.setitem(sys.modules, "accelerate", installed)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert straight_to("cpu") == {}
+    for device, index in (("cuda:1", 1), ("cuda", 3)):
+        assert straight_to(device) == {"device_map": {"": torch.device("cuda", index)}}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_gets_the_weights_of_the_checkpoint(folder):
+    """With accelerate or without: the same weights, all on the device, and no hooks on the modules."""
+    loaded = deltatree.load(str(folder), device="cuda", dtype="float32").target.model
+    expected = tiny_model("qwen3_5_moe_text").state_dict()
+    assert all(torch.equal(tensor.cpu(), expected[name]) for name, tensor in loaded.state_dict().items())
+    assert all(tensor.is_cuda for tensor in (*loaded.parameters(), *loaded.buffers()))
+    assert not any(hasattr(module, "_hf_hook") for module in loaded.modules())

@@ -19,6 +19,7 @@ from deltatree.cli.common import (
     DrafterOption,
     DtypeOption,
     TargetOption,
+    followed,
     load_pair,
 )
 from deltatree.decode.options import METHODS, TREES
@@ -150,8 +151,15 @@ def record_progress(shown: bool) -> Iterator:
         yield line
         return
     with Progress(console=console) as progress:
-        task = progress.add_task("warming up", total=None)
-        yield lambda done, total, record: progress.update(task, total=total, completed=done, description=_line(record))
+        task = progress.add_task(description := "warming up", total=None)
+
+        def advance(done: int, total: int, record: Record) -> None:
+            nonlocal description
+            description = _line(record)
+            progress.update(task, total=total, completed=done, description=description)
+
+        with followed(lambda text: progress.update(task, description=text or description)):
+            yield advance
 
 
 def _line(record: Record) -> str:

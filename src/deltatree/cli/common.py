@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Lock, Timer
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,6 +17,8 @@ from deltatree.errors import OptionError, PromptError
 from deltatree.files import SHIPPED
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from deltatree.pair_api import Pair
 
 TargetOption = Annotated[str, typer.Option("--target", help="Target: a folder, a hub id, or 'shipped'.")]
@@ -70,8 +74,66 @@ def progress(what: str) -> Iterator[None]:
         print(f"{what} ...", file=sys.stderr, flush=True)
         yield
         return
-    with console.status(what):
+    with console.status(what) as status, followed(lambda text: status.update(text or what)):
         yield
+
+
+@contextmanager
+def followed(show: Callable[[str | None], object]) -> Iterator[None]:
+    """Give `show` what the library says takes its time (see `deltatree.progress`), and None when that is over."""
+    from deltatree.progress import LOGGER
+
+    handler = logging.Handler()
+    handler.emit = lambda record: show(record.shown)
+    kept = LOGGER.level, LOGGER.propagate
+    LOGGER.addHandler(handler)
+    LOGGER.setLevel(logging.DEBUG)
+    LOGGER.propagate = False  # one display at a time
+    try:
+        yield
+    finally:
+        LOGGER.removeHandler(handler)
+        LOGGER.setLevel(kept[0])
+        LOGGER.propagate = kept[1]
+
+
+class LateSpinner:
+    """Shows what lasts longer than DELAY seconds, where and while the screen is free for it.
+
+    is_free: whether the cursor stands at the start of a line, so that the spinner's line covers nothing
+    """
+
+    DELAY = 0.5
+
+    def __init__(self, console: Console, is_free: Callable[[], bool] = lambda: True) -> None:
+        self.console, self.is_free = console, is_free
+        self._lock, self._text, self._timer, self._status = Lock(), "", None, None
+
+    def __call__(self, text: str | None) -> None:
+        with self._lock:
+            if text is None:
+                self._end()
+            elif self._status is not None:
+                self._status.update(text)
+            elif self.console.is_terminal and self.is_free():
+                self._text = text
+                if self._timer is None:
+                    self._timer = Timer(self.DELAY, self._begin)
+                    self._timer.daemon = True
+                    self._timer.start()
+
+    def _begin(self) -> None:
+        with self._lock:
+            if self._timer is not None:  # else it ended meanwhile
+                self._status = self.console.status(self._text)
+                self._status.start()
+
+    def _end(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._status is not None:
+            self._status.stop()
+        self._timer = self._status = None
 
 
 def parse_budget(text: str) -> int | str:

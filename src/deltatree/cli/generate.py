@@ -18,7 +18,9 @@ from deltatree.cli.common import (
     DeviceOption,
     DrafterOption,
     DtypeOption,
+    LateSpinner,
     TargetOption,
+    followed,
     load_pair,
     parse_budget,
     read_prompt,
@@ -81,11 +83,13 @@ def generate(
         pair = load_pair(target, drafter, device, dtype, backend, context_length)
         prompt_ids = pair.encode(text, raw=raw)
         notes = trace_of(pair, prompt_ids, options, write) if write is not None else None
-        if json:
-            print(jsonlib.dumps(pair.collect(prompt_ids, options, trace=notes).as_dict(), ensure_ascii=False))
-            return
-        done = pair.collect(prompt_ids, options, on_text=lambda piece: print(piece, end="", flush=True), trace=notes)
-    print()
+        printer = None if json else Printer()
+        with _waiting(printer):
+            done = pair.collect(prompt_ids, options, on_text=printer, trace=notes)
+    if json:
+        print(jsonlib.dumps(done.as_dict(), ensure_ascii=False))
+        return
+    printer.finish()
     print(
         f"{len(done.token_ids)} tokens, {done.rounds} rounds, acceptance length {done.acceptance_length:.2f}, "
         f"{sum(done.budgets) / max(done.rounds, 1):.1f} nodes drafted a round, "
@@ -93,6 +97,41 @@ def generate(
         f"ended by {done.stop_reason}",
         file=sys.stderr,
     )
+
+
+class Printer:
+    """The text on stdout as it comes; its first piece, which prefill emits, with the second, so that what the first round
+    waits for can be shown on a line of its own."""
+
+    def __init__(self) -> None:
+        self.first: str | None = None
+        self.num_pieces = 0
+
+    def __call__(self, piece: str) -> None:
+        self.num_pieces += 1
+        if self.num_pieces == 1:
+            self.first = piece
+            return
+        print((self.first or "") + piece, end="", flush=True)
+        self.first = None
+
+    def finish(self) -> None:
+        print(self.first or "")
+
+    @property
+    def is_fresh(self) -> bool:
+        """Nothing stands on the line yet."""
+        return self.num_pieces < 2
+
+
+@contextmanager
+def _waiting(printer: Printer | None) -> Iterator[None]:
+    from rich.console import Console
+
+    shares_line = printer is not None and sys.stdout.isatty()
+    spinner = LateSpinner(Console(stderr=True), lambda: not shares_line or printer.is_fresh)
+    with followed(spinner):
+        yield
 
 
 def trace_of(pair: Pair, prompt_ids: list[int], options: GenerateOptions, write: Callable[[dict], object]) -> Trace:

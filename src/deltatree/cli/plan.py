@@ -9,7 +9,15 @@ from typing import Annotated
 
 import typer
 
-from deltatree.cli.common import BackendOption, DeviceOption, DrafterOption, DtypeOption, load_pair, progress
+from deltatree.cli.common import (
+    BackendOption,
+    DeviceOption,
+    DrafterOption,
+    DtypeOption,
+    followed,
+    load_pair,
+    progress,
+)
 from deltatree.errors import OptionError
 
 
@@ -84,12 +92,15 @@ def _run(project, target, profile, plan, timed, names) -> list[dict]:
 
     console = Console(stderr=True)
     with Progress(console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("warming up", total=None)
+        task = bar.add_task(description := "warming up", total=None)
 
         def on_pass(done: int, total: int, arm) -> None:
-            bar.update(task, total=total, completed=done, description=arm.label)
+            nonlocal description
+            description = arm.label
+            bar.update(task, total=total, completed=done, description=description)
 
-        return project(target, profile, plan, timed=timed, names=names, on_pass=on_pass)
+        with followed(lambda text: bar.update(task, description=text or description)):
+            return project(target, profile, plan, timed=timed, names=names, on_pass=on_pass)
 
 
 def _show(rows: list[dict], profile, note: str, is_timed: bool) -> None:

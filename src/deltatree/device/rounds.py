@@ -271,7 +271,10 @@ class DeviceRounds:
                 kept = [register.clone() for register in registers]
                 # Every pass of the warm-up leaves a path to commit, and the next one must not commit it.
                 nothing = self.buffers.steps.zero_
-                self.buffers.graphs[key] = Captured(work, self.target.device, self.target._pool, before=nothing)
+                what = f"rounds of {count} nodes"
+                self.buffers.graphs[key] = Captured(
+                    work, self.target.device, self.target._pool, what=what, before=nothing
+                )
                 for register, value in zip(registers, kept, strict=True):
                     register.copy_(value)
         return self.buffers.graphs[key]

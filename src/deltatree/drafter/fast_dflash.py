@@ -148,7 +148,7 @@ class FastDFlashDrafter:
             self.num_captured += 1
             count = buffers.count.clone()
             buffers.count.zero_()
-            buffers.graph = Captured(partial(self.draft, buffers), self.target.device, self._pool)
+            buffers.graph = Captured(partial(self.draft, buffers), self.target.device, self._pool, what="drafts")
             buffers.count.copy_(count)
         return buffers.graph
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +46,12 @@ def read_target_config(source: str) -> TargetConfig:
 
 
 def load_target(
-    config: TargetConfig, *, taps: tuple[int, ...] = (), device: str = "cpu", dtype: torch.dtype = torch.float32
+    config: TargetConfig,
+    *,
+    taps: tuple[int, ...] = (),
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    prefill: str = "auto",
 ) -> ReferenceTarget:
     """Load the weights and open the model to trees.
 
@@ -56,7 +62,7 @@ def load_target(
 
     with _one_sentence(config):
         model, info = AutoModelForCausalLM.from_pretrained(
-            config.folder, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
+            config.folder, dtype=dtype, attn_implementation="sdpa", output_loading_info=True, **straight_to(device)
         )
     missing = sorted(info["missing_keys"])
     if missing:
@@ -67,7 +73,18 @@ def load_target(
     model.to(device).eval()
     if "num_experts" in config.text:
         model.set_experts_implementation("grouped_mm" if torch.device(device).type == "cuda" else "eager")
-    return ReferenceTarget(model, taps)
+    return ReferenceTarget(model, taps, prefill=prefill)
+
+
+def straight_to(device: str) -> dict:
+    """Options with which the library reads weights straight to a device, one tensor after another; it needs accelerate for
+    that. Without, and for a CPU, there are none: the whole model goes through the host's memory."""
+    place = torch.device(device)
+    if place.type == "cpu" or importlib.util.find_spec("accelerate") is None:
+        return {}
+    if place.type == "cuda" and place.index is None:
+        place = torch.device("cuda", torch.cuda.current_device())
+    return {"device_map": {"": place}}
 
 
 @contextmanager

@@ -148,7 +148,7 @@ class FastTarget:
         if key not in buffers.graphs:
             self.num_captured += 1
             step = partial(self.step, buffers, buffers.nodes(count), key[2])
-            buffers.graphs[key] = Captured(step, self.device, self._pool)
+            buffers.graphs[key] = Captured(step, self.device, self._pool, what=f"{count} nodes")
         return buffers.graphs[key]
 
     def captured_commit(self, buffers: StaticBuffers, path_length: int) -> Captured:
@@ -158,7 +158,8 @@ class FastTarget:
             self.num_captured += 1
             steps = buffers.steps.clone()
             buffers.steps.zero_()  # warm-up runs the commit too, of nothing
-            buffers.graphs["commit", size] = Captured(partial(buffers.commit, size), self.device, self._pool)
+            commit, what = partial(buffers.commit, size), f"commits of {size}"
+            buffers.graphs["commit", size] = Captured(commit, self.device, self._pool, what=what)
             buffers.steps.copy_(steps)
         return buffers.graphs["commit", size]
 

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from deltatree.kernels.conv import commit_window, conv_rows, tree_conv
-from deltatree.kernels.gated_delta import commit_gated_delta, tree_gated_delta
+from deltatree.kernels.gated_delta import tree_gated_delta
 from deltatree.state import RecurrentState, TreeState
-
-CHUNK = 64  # tokens that prefill solves at once; the work of one solve grows with its square
+from deltatree.verify.chain import ChainRule, own_chain
 
 
 class Projections(NamedTuple):
@@ -50,26 +49,21 @@ class TreePass:
 
 @dataclass(frozen=True, slots=True)
 class ChainPass:
-    """Prefill: a chain of tokens, each part of the state at once. The tree rule, 64 tokens at a time."""
+    """Prefill: a chain of tokens, each part of the state at once."""
 
     state: TreeState
     rows: Tensor  # [T, kernel] from conv_rows, on the layers' device
+    rule: ChainRule = own_chain
 
     def convolve(self, layer: RecurrentState, qkv: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        out = tree_conv(layer.window, qkv, weight=weight, bias=bias, rows=self.rows)
-        return out
+        return tree_conv(layer.window, qkv, weight=weight, bias=bias, rows=self.rows)
 
     def recur(self, layer: RecurrentState, inputs: Tensor, **qkv) -> Tensor:
-        outs, length = [], inputs.shape[1]
-        for start in range(0, length, CHUNK):
-            part = {name: x[:, start : start + CHUNK] for name, x in qkv.items()}
-            n = part["v"].shape[1]
-            causal = torch.ones(n, n, dtype=torch.bool, device=inputs.device).tril()
-            out, stash = tree_gated_delta(layer.matrix, ancestors=causal, **part)
-            layer.matrix.copy_(commit_gated_delta(layer.matrix, stash, torch.arange(n)))
-            outs.append(out)
-        layer.window.copy_(commit_window(layer.window, inputs, torch.arange(length)))
-        return torch.cat(outs, dim=1)
+        out, after = self.rule(layer.matrix, **qkv)
+        layer.matrix.copy_(after)
+        last = inputs[:, -layer.window.shape[-1] :]  # a path of few lengths: a kernel is compiled for each
+        layer.window.copy_(commit_window(layer.window, last, torch.arange(last.shape[1])))
+        return out
 
 
 def chain_rows(length: int, kernel: int) -> Tensor:
