@@ -180,7 +180,8 @@ def _inverse(x, count, real, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, NARROW:
     inner = band[:, None] == band[None, :]
     start = tl.where(node[:, None] == node[None, :], 1.0, 0.0) - tl.where(inner, x, 0.0)
     last = tl.max(tl.where(real, band, 0), 0)
-    sweeps = last - tl.min(tl.where(real, band, last), 0)
+    # No path has more nodes in a block than there are, however far apart their depths.
+    sweeps = tl.minimum(last - tl.min(tl.where(real, band, last), 0), BLOCK_N)
     left, right = start, tl.where(inner, 0.0, x)
     for i in range(0, tl.where(sweeps > 0, sweeps + 1, 0)):
         if PARTS == 2:
@@ -549,6 +550,5 @@ def launch_lean(
             num_warps=sizes["SOLVE_WARPS"], **following,
         )  # fmt: skip
         launched.append(solve_launch)
-    if sizes["ROOM"]:
-        for kernel in launched:
-            room_for_several(kernel)
+    for kernel in launched:
+        room_for_several(kernel, sizes["ROOM"])
