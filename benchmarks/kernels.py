@@ -55,7 +55,7 @@ CANDIDATES = {  # the same by the nodes of a tree, where it is not that alone
     | {
         "two launches, not overlapped": {"KIND": "wide", "CHAINED": False, "FOLLOWED": False},
         "three launches, room for several, 4 warps a pair": {"KIND": "lean", "PAIR_WARPS": 4} | ROOM,
-        "three launches, room for several, 16 columns a solve": {"KIND": "lean", "SOLVE_V": 16, "SOLVE_WARPS": 1}
+        "three launches, room for several, 32 columns a solve": {"KIND": "lean", "SOLVE_V": 32, "SOLVE_WARPS": 2}
         | ROOM,
     },
     256: MANY_NODES | {"three launches, room for several, 32 nodes a read": {"KIND": "lean", "ROWS": 32} | ROOM},

@@ -181,7 +181,7 @@ def test_the_table_of_launches_reaches_every_size():
         (65, {"KIND": "wide", "PREPARE_V": 16, "SHARE": 32}),
         (33, {"KIND": "wide"}),
         (70, {"KIND": "lean"}),
-        (70, {"KIND": "lean", "READ_V": 16, "SOLVE_V": 16, "SOLVE_WARPS": 1, "ROWS": 32, "BLOCK_SUM": 32}),
+        (70, {"KIND": "lean", "READ_V": 16, "SOLVE_V": 32, "SOLVE_WARPS": 2, "ROWS": 32, "BLOCK_SUM": 32}),
     ],
 )
 def test_every_kind_of_launch_and_its_sizes(nodes, launch):

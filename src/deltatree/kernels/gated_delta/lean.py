@@ -468,9 +468,10 @@ def lean_sizes(num_nodes: int, value_dim: int, dtype: torch.dtype) -> dict[str, 
         "READ_WARPS": 4,
         "ROWS": 16,
         "BLOCK_SUM": min(128, max(32, triton.next_power_of_2(num_nodes))),
-        "PAIR_WARPS": 2,
-        "SOLVE_V": block_v,
-        "SOLVE_WARPS": max(1, block_v // 16),
+        "PAIR_WARPS": 2 if dtype == torch.bfloat16 else 4,  # float32 keys and queries would not fit into two
+        # Fewer columns than nodes of a block: only then does Triton give every warp nodes of its own.
+        "SOLVE_V": 16,
+        "SOLVE_WARPS": 4,
         # Three bfloat16 products keep 16 bits of either factor, enough for inputs that have 8.
         "PARTS": 2 if dtype == torch.bfloat16 and native and not torch.version.hip else 1,
         "NARROW": native,
