@@ -179,7 +179,7 @@ def test_the_table_of_launches_reaches_every_size():
         (65, {"KIND": "one"}),
         (130, {"KIND": "wide", "PANEL": 2}),
         (65, {"KIND": "wide", "PREPARE_V": 16, "SHARE": 32}),
-        (33, {"KIND": "wide"}),
+        (20, {"KIND": "wide"}),
         (70, {"KIND": "lean"}),
         (70, {"KIND": "lean", "READ_V": 16, "SOLVE_V": 32, "SOLVE_WARPS": 2, "ROWS": 32, "BLOCK_SUM": 32}),
     ],

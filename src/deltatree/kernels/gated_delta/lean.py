@@ -131,7 +131,7 @@ def _state_tile(
         where = carried + rows[:, None] * V + ov[None, :]
         written = mn[:, None] & mv[None, :]
         tl.store(where, found, mask=written)
-        tl.store(where + heads.to(tl.int64) * N * V, outputs, mask=written)
+        tl.store(where + tl.cast(heads, tl.int64) * N * V, outputs, mask=written)
 
 
 @triton.jit
@@ -239,8 +239,8 @@ def _node_factors(
         tl.store(new_g + b * ngb + hv * ngh + rows * ngn, coarse + fine, mask=mn)
         where = sums + (head * GROUP + i) * N + rows
         tl.store(where, coarse, mask=mn)
-        tl.store(where + heads.to(tl.int64) * N, fine, mask=mn)
-        tl.store(where + 2 * heads.to(tl.int64) * N, count, mask=mn)
+        tl.store(where + tl.cast(heads, tl.int64) * N, fine, mask=mn)
+        tl.store(where + 2 * tl.cast(heads, tl.int64) * N, count, mask=mn)
 
 
 @triton.jit
@@ -321,7 +321,7 @@ def _pair_kernel(
         x = tl.dot(keys.to(tl.float32), past, input_precision=EXACT)
         y = tl.dot(queries.to(tl.float32), past, input_precision=EXACT)
     size: tl.constexpr = BLOCK_N * BLOCK_N * PARTS
-    apart = heads.to(tl.int64) * N
+    apart = tl.cast(heads, tl.int64) * N
     for i in range(0, tl.where(diagonal, 1, GROUP)):
         head = first + i
         where = sums + head * N
@@ -415,7 +415,7 @@ def _solve_kernel(
         query_norm = tl.load(factors + heads // GROUP * N + rows, mask=mn, other=0.0)
         values = tl.load(v + rows[None, :] * svn, mask=inside, other=0.0)
         recalled = tl.load(carried + rows[None, :] * V, mask=inside, other=0.0)
-        outputs = tl.load(carried + heads.to(tl.int64) * N * V + rows[None, :] * V, mask=inside, other=0.0)
+        outputs = tl.load(carried + tl.cast(heads, tl.int64) * N * V + rows[None, :] * V, mask=inside, other=0.0)
         t, t_low = _load_parts(solve + (slot + row) * size, area, PARTS)
         y, y_low = _load_parts(read + (slot + row) * size, area, PARTS)
         below = tl.zeros([BLOCK_V, BLOCK_N], tl.float32)
@@ -468,7 +468,7 @@ def lean_sizes(num_nodes: int, value_dim: int, dtype: torch.dtype) -> dict[str, 
         "READ_WARPS": 4,
         "ROWS": 16,
         "BLOCK_SUM": min(128, max(32, triton.next_power_of_2(num_nodes))),
-        "PAIR_WARPS": 2 if dtype == torch.bfloat16 else 4,  # float32 keys and queries would not fit into two
+        "PAIR_WARPS": 2 if dtype == torch.bfloat16 else 4,  # float32 factors take twice the registers
         # Fewer columns than nodes of a block: only then does Triton give every warp nodes of its own.
         "SOLVE_V": 16,
         "SOLVE_WARPS": 4,
