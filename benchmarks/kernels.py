@@ -31,6 +31,7 @@ from deltatree.kernels.conv import triton as conv
 from deltatree.kernels.gated_delta import DeltaStash, PendingCommit
 from deltatree.kernels.gated_delta import reference as delta_truth
 from deltatree.kernels.gated_delta import triton as delta
+from deltatree.kernels.gated_delta.lean import lean_sizes
 from deltatree.kernels.gated_delta.wide import wide_sizes
 
 LAYERS = 40
@@ -41,30 +42,27 @@ BANDWIDTH = 4.2e12  # bytes a second
 MATRIX_RATE = 790e12  # bfloat16 operations a second
 
 TARGETS_US = {(32, 16): 8, (32, 64): 18, (32, 128): 32, (48, 16): 11, (48, 64): 24, (48, 128): 42}
-KINDS = {
-    "one launch": {"WIDE": False},
-    "two launches": {"WIDE": True},
-}  # of the recurrence, side by side from 32 nodes on
-OVERLAPPED = {  # launches that start while the one before ends
-    "one launch": {"CHAINED": True, "launch_pdl": True},
-    "two launches": {"FOLLOWED": True},
+KINDS = {"one": "one launch", "wide": "two launches", "lean": "three launches"}  # of the recurrence
+ROOM = {"ROOM": True}  # shared memory for several programs on a multiprocessor
+MANY_NODES = {  # measured side by side for trees of many nodes, and what is changed in each
+    "two launches": {"KIND": "wide"},
+    "two launches, room for several": {"KIND": "wide"} | ROOM,
+    "three launches": {"KIND": "lean"},
+    "three launches, room for several": {"KIND": "lean"} | ROOM,
 }
-VARIANTS = {  # of two launches, by node count, with 48 heads
-    64: {
-        "overlapped with the kernel before too": {"FOLLOWED": True, "CHAINED": True},
-        "32 nodes a share": {"SHARE": 32},
+CANDIDATES = {  # the same by the nodes of a tree, where it is not that alone
+    16: {"one launch": {"KIND": "one"}},
+    32: {"one launch": {"KIND": "one"}} | MANY_NODES,
+    128: MANY_NODES
+    | {
+        "two launches, not overlapped": {"KIND": "wide", "CHAINED": False, "FOLLOWED": False},
+        "three launches, room for several, 4 warps a pair": {"KIND": "lean", "PAIR_WARPS": 4} | ROOM,
+        "three launches, room for several, 32 columns a solve": {"KIND": "lean", "SOLVE_V": 32, "SOLVE_WARPS": 2}
+        | ROOM,
     },
-    128: {
-        "panels of 2": {"PANEL": 2, "SOLVE_WARPS": 2},
-        "2 warps": {"SOLVE_WARPS": 2},
-        "64 nodes a share": {"SHARE": 64},
-    },
-    256: {
-        "panels of 2": {"PANEL": 2, "SOLVE_WARPS": 2},
-        "panels of 2, one share": {"PANEL": 2, "SOLVE_WARPS": 2, "SHARE": 256},
-        "panels of 2, 64 nodes a share": {"PANEL": 2, "SOLVE_WARPS": 2, "SHARE": 64},
-    },
+    256: MANY_NODES | {"three launches, room for several, 32 nodes a read": {"KIND": "lean", "ROWS": 32} | ROOM},
 }
+LAUNCHES_ALONE = {"wide": ("prepare", "solve"), "lean": ("read", "pair", "solve")}
 
 
 def graph_us(calls: list[Callable[[], object]], replays: int = 20) -> float:
@@ -150,7 +148,18 @@ def delta_inputs(nodes: int, heads: int, key_heads: int = 16) -> dict[str, Tenso
     }
 
 
-def recurrence() -> Iterator[dict]:
+def sizes_of(kind: str, nodes: int) -> dict[str, int | str | bool]:
+    if kind == "one":
+        return delta.block_sizes(nodes, KEY_DIM, VALUE_DIM, torch.bfloat16, DEPTH)
+    return (wide_sizes if kind == "wide" else lean_sizes)(nodes, VALUE_DIM, torch.bfloat16)
+
+
+def candidates() -> Iterator[dict]:
+    """The kinds of launch of the recurrence side by side, for trees of more than 16 nodes."""
+    yield from recurrence(sizes=(128, 64, 256, 32), only_candidates=True)
+
+
+def recurrence(sizes: tuple[int, ...] = (16, 32, 64, 128, 256), only_candidates: bool = False) -> Iterator[dict]:
     """The tree recurrence with the last round's commit in it, against a plain recurrent kernel and states per node."""
     try:
         from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule as plain_recurrence
@@ -158,7 +167,7 @@ def recurrence() -> Iterator[dict]:
         print(f"no flash-linear-attention here: {error}", file=sys.stderr)
         plain_recurrence = None
     for heads in (32, 48):
-        for nodes in (16, 32, 64, 128, 256):
+        for nodes in sizes:
             parents = make_tree(nodes)
             seen, (path, length) = ancestors_of(parents), path_of(nodes)
             layers = [
@@ -184,14 +193,15 @@ def recurrence() -> Iterator[dict]:
             true_out, true_stash = delta_truth.tree_gated_delta(true_state, **one["inputs"], ancestors=seen)
             moved = 2 * num_bytes(start) + int(length) * one["old"].bytes_per_node
             moved += num_bytes(*one["inputs"].values(), one["out"], one["new"].k, one["new"].u, one["new"].log_decay)
-            best = None
-            for kind in KINDS if nodes >= 32 else ["one launch"]:
-                launch = KINDS[kind]
+            chosen, best = delta.launch_of(heads, nodes), None
+            for name, launch in CANDIDATES.get(nodes, MANY_NODES).items():
                 one["state"].copy_(start)
                 call(one, **launch)()
+                kind = launch["KIND"]
                 record = {
                     "benchmark": "tree_gated_delta",
-                    "kind": kind,
+                    "name": name,
+                    "kind": KINDS[kind],
                     "heads": heads,
                     "nodes": nodes,
                     "depth": DEPTH,
@@ -199,34 +209,25 @@ def recurrence() -> Iterator[dict]:
                     "error_outputs": relative_error(one["out"], true_out),
                     "error_pseudo_values": relative_error(one["new"].u, true_stash.u),
                     "error_state": relative_error(one["state"], true_state),
-                    "launch": wide_sizes(nodes, VALUE_DIM, torch.bfloat16)
-                    if launch["WIDE"]
-                    else delta.block_sizes(nodes, KEY_DIM, VALUE_DIM, torch.bfloat16, DEPTH),
-                    "chosen": launch["WIDE"] == (nodes > delta.MOST_IN_ONE_LAUNCH),
+                    "launch": sizes_of(kind, nodes) | launch,
+                    "chosen": launch == chosen,
                     "us": graph_us([call(layer, **launch) for layer in layers]),
-                    "us_overlapped": graph_us([call(layer, **launch, **OVERLAPPED[kind]) for layer in layers]),
                     "us_state_in_cache": graph_us([call(one, **launch)] * LAYERS),
                     "target_us": TARGETS_US.get((heads, nodes)),
                     "bytes": moved,
                     "floor_us": moved / BANDWIDTH * 1e6,
                     "stash_bytes_per_node": one["new"].bytes_per_node,
                 }
+                if name in ("two launches", "three launches", "three launches, room for several"):
+                    record["us_alone"] = {
+                        part: graph_us([call(layer, **launch, ONLY=part) for layer in layers])
+                        for part in LAUNCHES_ALONE[kind]
+                    }
                 yield record
-                if record["chosen"]:
+                if record["chosen"] or best is None:
                     best = record
-            for name, launch in VARIANTS.get(nodes, {}).items() if heads == 48 else ():
-                one["state"].copy_(start)
-                call(one, WIDE=True, **launch)()
-                yield {
-                    "benchmark": "tree_gated_delta, two launches, variant",
-                    "variant": name,
-                    "heads": heads,
-                    "nodes": nodes,
-                    "launch": launch,
-                    "error_outputs": relative_error(one["out"], true_out),
-                    "error_state": relative_error(one["state"], true_state),
-                    "us": graph_us([call(layer, WIDE=True, **launch) for layer in layers]),
-                }
+            if only_candidates:
+                continue
 
             dense = [{name: x.contiguous() for name, x in layer["inputs"].items()} for layer in layers]
             if plain_recurrence is not None:
@@ -438,13 +439,15 @@ def memory() -> Iterator[dict]:
     }
 
 
-SECTIONS = {f.__name__: f for f in (recurrence, tree_attention, commit_all_layers, convolution, memory)}
+SECTIONS = {f.__name__: f for f in (recurrence, candidates, tree_attention, commit_all_layers, convolution, memory)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="file of JSON lines to write; they are printed too")
-    parser.add_argument("--only", nargs="*", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument(
+        "--only", nargs="*", choices=SECTIONS, default=[name for name in SECTIONS if name != "candidates"]
+    )
     options = parser.parse_args()
     torch.manual_seed(0)
     where = {

@@ -17,7 +17,7 @@ from deltatree.kernels.conv import triton as conv  # noqa: E402
 from deltatree.kernels.delta_step import triton as delta_step  # noqa: E402
 from deltatree.kernels.experts import Routing  # noqa: E402
 from deltatree.kernels.experts import triton as experts  # noqa: E402
-from deltatree.kernels.gated_delta import DeltaStash, Gates, PendingCommit, wide  # noqa: E402
+from deltatree.kernels.gated_delta import DeltaStash, Gates, PendingCommit, lean, wide  # noqa: E402
 from deltatree.kernels.gated_delta import triton as delta  # noqa: E402
 from deltatree.kernels.linear import triton as linear  # noqa: E402
 from deltatree.kernels.tree_build import triton as tree_build  # noqa: E402
@@ -77,12 +77,12 @@ def all_launches(monkeypatch):
     stash = DeltaStash(empty(1, nodes, 16, 128), empty(1, nodes, heads, 128), empty(1, nodes, heads))
     state = empty(1, heads, 128, 128)
 
-    def recur(nodes):
+    def recur(nodes, **launch):
         delta.tree_gated_delta(
             state, q=empty(1, nodes, 16, 128, dtype=bf16), k=empty(1, nodes, 16, 128, dtype=bf16),
             v=empty(1, nodes, heads, 128, dtype=bf16), beta=empty(1, nodes, heads), log_decay=empty(1, nodes, heads),
             ancestors=torch.ones(nodes, nodes, dtype=torch.uint8).tril(), max_depth=15,
-            pending=PendingCommit(stash, path, length),
+            pending=PendingCommit(stash, path, length), launch=launch,
         )  # fmt: skip
 
     window, x = empty(1, 8192, 3, dtype=bf16), empty(1, nodes, 8192, dtype=bf16)
@@ -90,8 +90,9 @@ def all_launches(monkeypatch):
     cache = empty(1, 1, 2, 4096, 256, dtype=bf16)
     q = empty(1, 16, nodes, 256, dtype=bf16)
     return [
-        *launches_of(delta, "_tree_gated_delta_kernel", lambda: recur(32), monkeypatch),
+        *launches_of(delta, "_tree_gated_delta_kernel", lambda: recur(32, KIND="one"), monkeypatch),
         *wide_launches(recur, monkeypatch),
+        *lean_launches(recur, monkeypatch),
         *launches_of(delta, "_commit_kernel", lambda: delta.commit_gated_delta(state, stash, path, length=length), monkeypatch),
         *launches_of(
             conv, "_tree_conv_kernel",
@@ -140,9 +141,20 @@ def wide_launches(recur, monkeypatch) -> list:
         solve, solved = wide._solve_kernel, Recorder()
         with monkeypatch.context() as patch:
             patch.setattr(wide, "_solve_kernel", solved)
-            launches += launches_of(wide, "_prepare_kernel", lambda nodes=nodes: recur(nodes), monkeypatch)
+            launches += launches_of(wide, "_prepare_kernel", lambda nodes=nodes: recur(nodes, KIND="wide"), monkeypatch)
         launches += [(solve, args, options) for args, options in solved.launches]
     return launches
+
+
+def lean_launches(recur, monkeypatch) -> list:
+    """The three launches for trees of many nodes, as bfloat16 inputs take them."""
+    names = ("_read_kernel", "_pair_kernel", "_solve_kernel")
+    kernels, recorders = {name: getattr(lean, name) for name in names}, {name: Recorder() for name in names}
+    with monkeypatch.context() as patch:
+        for name in names:
+            patch.setattr(lean, name, recorders[name])
+        recur(160, KIND="lean")
+    return [(kernels[name], *launch) for name in names for launch in recorders[name].launches]
 
 
 def attention_launches(q, cache, seen, length, monkeypatch, shares: int = 16) -> list:
@@ -161,7 +173,7 @@ def attention_launches(q, cache, seen, length, monkeypatch, shares: int = 16) ->
 def test_every_kernel_compiles(capability, monkeypatch):
     monkeypatch.setattr(attention, "_shared_bytes", lambda device: SHARED_BYTES[capability])
     launches = all_launches(monkeypatch) + round_launches(torch.float32, monkeypatch)
-    assert len(launches) == 20
+    assert len(launches) == 23
     for kernel, args, options in launches:
         compiled = compile_for(capability, kernel, args, options)
         assert compiled.asm["cubin"]

@@ -26,9 +26,9 @@ tree_gated_delta = partial(gated_delta.tree_gated_delta, backend="triton")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")]
 
 
-def everything_at_model_size(**options):
+def everything_at_model_size(sizes=(1, 2, 16, 17, 32, 33, 64, 65, 128, 200, 256), launch=None, **options):
     """Every node bucket and every way to call it, against float64; a fused commit and gates included."""
-    for nodes in (1, 2, 16, 17, 32, 33, 64, 65, 128, 200, 256):
+    for nodes in sizes:
         for max_depth in (15, None):
             case = delta_case(make_tree("wide", nodes, nodes, max_depth=15), heads=(4, 12), dims=(128, 128), **options)
             _, stash = delta_truth.tree_gated_delta(case.state, **case.inputs)
@@ -39,7 +39,7 @@ def everything_at_model_size(**options):
                 if pending is not None:
                     wide = DeltaStash(stash.k.double(), stash.u.double(), stash.log_decay.double())
                     true_state = delta_truth.commit_gated_delta(true_state, wide, path)
-                out, new = tree_gated_delta(state, **case.inputs, max_depth=max_depth, pending=pending)
+                out, new = tree_gated_delta(state, **case.inputs, max_depth=max_depth, pending=pending, launch=launch)
                 true_out, true_stash = delta_truth.tree_gated_delta(true_state, **case.double().inputs)
                 assert agrees(state, true_state) and agrees(out, true_out) and agrees(new.u, true_stash.u), nodes
 
@@ -50,6 +50,12 @@ def test_bfloat16_inputs_at_model_size():
 
 def test_float32_inputs_at_model_size():
     everything_at_model_size(gates="mixed")
+
+
+@pytest.mark.parametrize("room", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_lean_launches_at_model_size(dtype, room):
+    everything_at_model_size((33, 128, 256), launch={"KIND": "lean", "ROOM": room}, dtype=dtype)
 
 
 def test_one_captured_graph_serves_every_round():

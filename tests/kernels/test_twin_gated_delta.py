@@ -128,18 +128,71 @@ def test_node_counts_at_block_edges(nodes):
     assert_same(delta_case(make_tree("wide", nodes, 3), heads=(1, 2)))
 
 
+@some_examples
+@given(
+    parents=trees(MAX_NODES),
+    seed=st.integers(0, 2**20),
+    gates=st.sampled_from(["any", "near-0", "near-1", "mixed"]),
+    repeated=st.booleans(),
+)
+def test_lean_launches_agree_with_float64(parents, seed, gates, repeated):
+    case = delta_case(parents, seed=seed, gates=gates, beta="near-1" if repeated else "any", repeated=repeated)
+    assert_same(case, launch={"KIND": "lean"})
+
+
+@pytest.mark.parametrize(
+    ("nodes", "heads", "dims"),
+    [
+        (1, (1, 1), (16, 16)),
+        (33, (2, 6), (24, 48)),
+        (66, (1, 3), (64, 16)),
+        *(pytest.param(n, (2, 4), d, marks=pytest.mark.gpu) for n in (64, 130, 256) for d in ((128, 128), (256, 256))),
+    ],
+)
+def test_lean_launches_take_any_sizes(nodes, heads, dims):
+    assert_same(delta_case(make_tree("wide", nodes, 3), heads=heads, dims=dims), launch={"KIND": "lean"})
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_lean_launches_lose_no_digits_in_a_deep_chain(parts):
+    """Deeper than a draft tree may be. Two parts a factor, as for bfloat16 inputs, keep 16 bits of it."""
+    parents = make_tree("chain", 70, 0, max_depth=70)
+    case = delta_case(parents, heads=(1, 2), gates="near-1", beta="near-1", repeated=True)
+    out, stash = run(case, launch={"KIND": "lean", "PARTS": parts})
+    true_out, true_stash = expected_of(case)
+    tolerance = TOLERANCE if parts == 1 else 2 * TOLERANCE
+    assert agrees(out, true_out, tolerance) and agrees(stash.u, true_stash.u, tolerance)
+
+
+def test_the_table_of_launches_reaches_every_size():
+    from deltatree.kernels.gated_delta.triton import launch_of
+
+    for heads in (1, 32, 48, 1000):
+        for nodes in (1, 16, 17, 64, 65, 256, 4096):
+            assert launch_of(heads, nodes)["KIND"] in ("one", "wide", "lean")
+
+
 @pytest.mark.parametrize(
     ("nodes", "launch"),
-    [(33, {"WIDE": False}), (65, {"WIDE": False}), (130, {"PANEL": 2}), (65, {"PREPARE_V": 16, "SHARE": 32})],
+    [
+        (33, {"KIND": "one"}),
+        (65, {"KIND": "one"}),
+        (130, {"KIND": "wide", "PANEL": 2}),
+        (65, {"KIND": "wide", "PREPARE_V": 16, "SHARE": 32}),
+        (20, {"KIND": "wide"}),
+        (70, {"KIND": "lean"}),
+        (70, {"KIND": "lean", "READ_V": 16, "SOLVE_V": 32, "SOLVE_WARPS": 2, "ROWS": 32, "BLOCK_SUM": 32}),
+    ],
 )
-def test_both_kinds_of_launch_and_their_sizes(nodes, launch):
+def test_every_kind_of_launch_and_its_sizes(nodes, launch):
     """Those that the tables do not choose here: what they choose differs by node count and by chip."""
     assert_same(delta_case(make_tree("spine", nodes, 2), heads=(1, 2), dims=(16, 32)), launch=launch)
 
 
-def test_a_batch_keeps_its_members_apart():
+@pytest.mark.parametrize("kind", ["one", "lean"])
+def test_a_batch_keeps_its_members_apart(kind):
     case = delta_case(make_tree("bushy", 9, 4), batch=3)
-    out, _ = run(case)
+    out, _ = run(case, launch={"KIND": kind})
     for b in range(3):
         alone = delta_case(case.parents)
         alone = type(case)(
@@ -148,7 +201,8 @@ def test_a_batch_keeps_its_members_apart():
         assert agrees(out[b : b + 1], expected_of(alone)[0])
 
 
-def test_B37_slices_of_one_wide_projection():
+@pytest.mark.parametrize("kind", ["one", "lean"])
+def test_B37_slices_of_one_wide_projection(kind):
     """Inputs that are views with a larger row stride, in a state that is a slice of a pool."""
     case = delta_case(make_tree("bushy", 13, 5), heads=(2, 6))
     wide = torch.full((1, 13, 4 * 64 + 6 * 16 * 2), float("nan"), device=DEVICE)
@@ -168,26 +222,27 @@ def test_B37_slices_of_one_wide_projection():
         case.log_decay,
     )
     assert not any(x.is_contiguous() for x in (strided.q, strided.state, strided.beta))
-    assert_same(strided)
+    assert_same(strided, launch={"KIND": kind})
 
 
+@pytest.mark.parametrize("kind", ["one", "lean"])
 @pytest.mark.parametrize("mutate", [swapped_parents, dropped_ancestor, added_cousin])
-def test_a_wrong_mask_does_not_pass(mutate):
-    case = delta_case(FAMILY)
-    out, stash = run(case, ancestors=mutate(case.ancestors))
+def test_a_wrong_mask_does_not_pass(mutate, kind):
+    case, launch = delta_case(FAMILY), {"KIND": kind}
+    out, stash = run(case, ancestors=mutate(case.ancestors), launch=launch)
     true_out, true_stash = expected_of(case)
-    assert agrees(run(case)[0], true_out)
+    assert agrees(run(case, launch=launch)[0], true_out)
     assert not agrees(out, true_out, 100 * TOLERANCE), f"{mutate.__name__} went unnoticed in the outputs"
     assert not agrees(stash.u, true_stash.u, 100 * TOLERANCE), f"{mutate.__name__} went unnoticed in the stash"
 
 
-@pytest.mark.parametrize("nodes", [17, 40])
-def test_gates_from_raw_projections(nodes):
+@pytest.mark.parametrize(("nodes", "kind"), [(17, "one"), (40, "wide"), (40, "lean")])
+def test_gates_from_raw_projections(nodes, kind):
     case = delta_case(make_tree("bushy", nodes, 6))
     generator = torch.Generator().manual_seed(0)
     b, a = (4 * torch.randn(1, nodes, 6, generator=generator).to(DEVICE) for _ in range(2))
     gates = Gates(torch.randn(6, generator=generator).to(DEVICE), torch.randn(6, generator=generator).to(DEVICE))
-    out, stash = run(case, beta=b, log_decay=a, gates=gates)
+    out, stash = run(case, beta=b, log_decay=a, gates=gates, launch={"KIND": kind})
     beta, log_decay = gates.apply(b.double(), a.double())
     true_out, true_stash = expected_of(case, beta=beta, log_decay=log_decay)
     assert agrees(out, true_out) and agrees(stash.u, true_stash.u)
@@ -195,7 +250,8 @@ def test_gates_from_raw_projections(nodes):
 
 @pytest.mark.parametrize(
     ("length", "nodes", "launch"),
-    [(n, 24, {}) for n in (0, 1, 2, 7, 20)] + [(n, 70, launch) for n in (0, 20) for launch in ({}, {"SHARE": 32})],
+    [(n, 24, {"KIND": kind}) for kind in ("one", "lean") for n in (0, 1, 2, 7, 20)]
+    + [(n, 70, {"KIND": "wide"} | share) for n in (0, 20) for share in ({}, {"SHARE": 32})],
 )
 def test_the_pending_path_is_committed_on_the_way(length, nodes, launch):
     """With SHARE below the number of nodes several programs commit the same tile, and the second launch writes it."""

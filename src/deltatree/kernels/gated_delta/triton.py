@@ -10,10 +10,12 @@ then M = (I + X_in)^-1 X_out, and u = (I + X_in)^-1 rhs - M u is final for one m
 whole would take fewer products, but its powers grow like binomials when keys repeat and beta nears 1, and cancel badly:
 with float32 that loses every digit at depth 32. Sweeps cannot: an entry is final once its ancestors are.
 
-Trees of more than MOST_IN_ONE_LAUNCH nodes go to `wide`, which takes two launches and no walk.
+Trees of many nodes go to `wide` or `lean`, which take two and three launches and no walk; LAUNCHES says from where on.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import triton
@@ -22,12 +24,19 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deltatree.kernels.chaining import chaining
+from deltatree.kernels.gated_delta.lean import launch_lean
 from deltatree.kernels.gated_delta.parts import EXACT, _committed, _committed_long, _gate, _split3, _sums, path_block
 from deltatree.kernels.gated_delta.reference import DeltaStash, Gates, PendingCommit
 from deltatree.kernels.gated_delta.wide import launch_wide
 
 MOST_UNROLLED = 32  # deepest trees whose sweeps are unrolled
-MOST_IN_ONE_LAUNCH = 32  # nodes of a tree up to which the kernel of this file is the faster one; beyond it, `wide`
+# How a tree is launched, by value heads of all sequences and by its nodes: the first row and the first entry that reach
+# decide. KIND "one" is the kernel of this file, "wide" and "lean" those of the files of that name; what else an entry
+# holds overrides their sizes. Measured on an H200 (results/kernels-h200).
+LAUNCHES = (
+    (40, ((32, {"KIND": "one"}), (64, {"KIND": "wide"}), (128, {"KIND": "wide"}), (math.inf, {"KIND": "wide"}))),
+    (math.inf, ((16, {"KIND": "one"}), (64, {"KIND": "wide"}), (128, {"KIND": "wide"}), (math.inf, {"KIND": "wide"}))),
+)
 
 
 @triton.jit
@@ -330,6 +339,12 @@ def block_sizes(
     }
 
 
+def launch_of(heads: int, nodes: int) -> dict[str, int | str | bool]:
+    """The launch of a tree of `nodes` nodes with `heads` value heads over all sequences, from LAUNCHES."""
+    by_nodes = next(row for most, row in LAUNCHES if heads <= most)
+    return next(launch for most, launch in by_nodes if nodes <= most)
+
+
 def tree_gated_delta(
     state: Tensor,
     *,
@@ -348,8 +363,8 @@ def tree_gated_delta(
 ) -> tuple[Tensor, DeltaStash]:
     """As the reference, for float32 states.
 
-    launch: for measurements. Overrides single entries of `block_sizes`, or of `wide_sizes` for trees of many nodes;
-        WIDE says which of the two kinds of launch it is to be.
+    launch: for measurements. With KIND it replaces the choice of `launch_of`; all else overrides single entries of
+        `block_sizes`, `wide_sizes` or `lean_sizes`.
     """
     batch, heads, key_dim, value_dim = state.shape
     nodes, key_heads = q.shape[1:3]
@@ -362,10 +377,13 @@ def tree_gated_delta(
             state.new_empty(batch, nodes, heads),
         )
     seen = ancestors if ancestors.dtype == torch.uint8 else ancestors.to(state.device).view(torch.uint8)
-    launch = dict(launch or {})
-    # A wide launch keeps right-hand sides where pseudo-values will be, so those have to be float32.
-    if launch.pop("WIDE", nodes > MOST_IN_ONE_LAUNCH and stash.u.dtype == torch.float32):
-        launch_wide(state, q, k, v, beta, log_decay, seen, gates, pending, out, stash, launch)
+    launch = ({} if launch and "KIND" in launch else launch_of(batch * heads, nodes)) | (launch or {})
+    kind = launch.pop("KIND")
+    if kind == "wide" and stash.u.dtype != torch.float32:  # it keeps right-hand sides where pseudo-values will be
+        kind, launch = "one", {}
+    if kind != "one":
+        launched = launch_wide if kind == "wide" else launch_lean
+        launched(state, q, k, v, beta, log_decay, seen, gates, pending, out, stash, launch)
         return out, stash
     old = stash if pending is None else pending.stash
     path = None if pending is None else pending.path.to(state.device)
