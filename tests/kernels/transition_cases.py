@@ -1,0 +1,81 @@
+"""Tables, drafts and targets for the tests of the transition tree."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from deltatree.kernels.transition_tree import CANDIDATES, Transitions
+from deltatree.transitions import TransitionTable, TransitionTree
+from deltatree.transitions.policy import PICK_WEIGHT, TEXT_WEIGHT
+from deltatree.tree import accept, top_candidates
+
+ROUNDING = 2e-5
+"""Log-probability: what float32 on the device and float64 on the host may differ by, over a path."""
+
+
+class Draft(NamedTuple):
+    """One round's input."""
+
+    table: TransitionTable
+    log_probs: Tensor  # [D, vocab]
+    before: int
+    root: int
+
+
+def draft(seed: int, *, vocab: int | None = None, depths: int | None = None) -> Draft:
+    """A table of text that has some order, crowded in every third case, and a draft that is sharp in some and flat in others."""
+    generator = torch.Generator().manual_seed(seed)
+    uniform = torch.rand(3, generator=generator).tolist()
+    vocab = vocab or 3 + int(120 * uniform[0])
+    depths = depths or 1 + int(15 * uniform[1])
+    text = (torch.rand(40, 50, generator=generator) ** 2 * vocab).long()
+    text[:, 1::2] = (3 * text[:, ::2] + 1) % vocab
+    table = TransitionTable.count(text, vocab, num_buckets=8 if seed % 3 == 2 else 512)
+    log_probs = (torch.randn(depths, vocab, generator=generator) * (0.3 + 4 * uniform[2])).log_softmax(-1)
+    before, root = torch.randint(vocab, (2,), generator=generator).tolist()
+    return Draft(table, log_probs, before if seed % 7 else -1, root)
+
+
+def known_of(case: Draft, device: torch.device | str = "cpu", *, refines: bool = True) -> Transitions:
+    """What the host's policy knows when it begins."""
+    known = Transitions.empty(case.log_probs.shape[1], num_buckets=len(case.table.keys), device=device)
+    place(known, case.table.to(device))
+    known.before.fill_(case.before)
+    if refines:
+        known.weights.copy_(torch.tensor([TEXT_WEIGHT, PICK_WEIGHT]))
+    return known
+
+
+def place(known: Transitions, table: TransitionTable) -> None:
+    for name in ("keys", "counts", "single", "followed"):
+        getattr(known.table, name).copy_(getattr(table, name))
+
+
+def policy_of(case: Draft, **options) -> TransitionTree:
+    policy = TransitionTree(case.table, **options)
+    policy.begin([case.before])
+    return policy
+
+
+def candidates(log_probs: Tensor, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+    values, ids = top_candidates(log_probs, CANDIDATES)
+    return values.to(device), ids.to(device)
+
+
+def has_near_tie(scores: Tensor) -> bool:
+    """Whether two of these scores lie within rounding of each other, so that host and device may order them differently."""
+    ordered = scores.double().sort(descending=True).values
+    return bool(((ordered[:-1] - ordered[1:]) < ROUNDING).any())
+
+
+def verified(tree, vocab: int, seed: int) -> tuple[Tensor, object]:
+    """Logits [N, vocab] of a target that often picks a drafted child, and the acceptance."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(len(tree), vocab, generator=generator)
+    for node in range(1, len(tree)):
+        if torch.rand(1, generator=generator) < 0.4:
+            logits[tree.parents[node], tree.token_ids[node]] += 9
+    return logits, accept(tree, logits.argmax(-1))
