@@ -91,7 +91,7 @@ def test_many_rounds_teach_what_they_teach_the_host(counts_picks):
             root = accepted.bonus
             for name in ("keys", "counts", "followed"):
                 assert torch.equal(getattr(known.table, name), getattr(policy._table, name)), name
-            assert int(known.before) == policy._before
+            assert int(known.before) == policy.before
             torch.testing.assert_close(known.strengths.double(), torch.from_numpy(policy.strengths), atol=1e-5, rtol=0)
         assert (known.strengths.double() - torch.tensor([0.25, 0.35, 0.5])).abs().max() > 100 * ROUNDING
 

@@ -50,8 +50,8 @@ def known_of(case: Draft, device: torch.device | str = "cpu", *, refines: bool =
 
 
 def place(known: Transitions, table: TransitionTable) -> None:
-    for name in ("keys", "counts", "single", "followed"):
-        getattr(known.table, name).copy_(getattr(table, name))
+    for mine, new in zip(known.table.tensors(), table.tensors(), strict=True):
+        mine.copy_(new)
 
 
 def policy_of(case: Draft, **options) -> TransitionTree:
