@@ -5,20 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from kernel_cases import is_tree
-from transition_cases import ROUNDING, candidates, draft, has_near_tie, known_of, policy_of, verified
+from transition_cases import ROUNDING, agrees, candidates, draft, known_of, policy_of, verified
 
 from deltatree.kernels.transition_tree import build_transition_tree, learn_transitions
-from deltatree.tree import DraftTree
-
-
-def on_host(built) -> DraftTree:
-    count = int(built.num_nodes)
-    return DraftTree(*(getattr(built, name)[:count].cpu() for name in ("token_ids", "parents", "depths")))
-
-
-def agrees(built, tree) -> bool:
-    """Node for node, unless two scores of the device lie within rounding of each other."""
-    return is_tree(built, tree) or (len(on_host(built)) == len(tree) and has_near_tie(built.scores[: len(tree)]))
 
 
 @pytest.mark.parametrize("chain", [False, True])

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 from kernel_cases import DEVICE, ON_GPU, is_tree, needs_kernels
-from transition_cases import candidates, draft, has_near_tie, known_of, policy_of, verified
+from transition_cases import agrees, candidates, draft, known_of, policy_of, verified
 
 from deltatree.kernels.transition_tree import build_transition_tree, learn_transitions
 from deltatree.kernels.transition_tree import reference as truth
@@ -38,7 +38,7 @@ def grown(case, known, budget, chain=False):
 
 
 def check_tree(case, budget, chain=False) -> bool:
-    """Whether the tree is the reference's to the last node; if not, two of its scores must lie within rounding."""
+    """Whether the tree is the reference's to the last node; if not, only nodes within rounding may change places."""
     known = known_of(case, DEVICE)
     out = grown(case, known, budget, chain)
     expected = truth.build_transition_tree(
@@ -46,14 +46,14 @@ def check_tree(case, budget, chain=False) -> bool:
     )
     same = all(torch.equal(getattr(out, name), getattr(expected, name)) for name in FIELDS)
     torch.testing.assert_close(out.scores, expected.scores, atol=2e-5, rtol=1e-5)
-    assert same or has_near_tie(expected.scores[: int(expected.num_nodes)])
+    assert agrees(out, expected)
     return same
 
 
 @pytest.mark.parametrize("chain", [False, True])
 def test_the_tree_is_the_reference_one(chain):
-    budgets = (1, 7, 16, 33, 64, 129, 256) if ON_GPU else (1, 20)
-    cases = [(seed, budget) for seed in range(60 if ON_GPU else 4) for budget in budgets]
+    budgets = ((1, 7, 15) if chain else (1, 16, 64, 129, 256)) if ON_GPU else (1, 20)
+    cases = [(seed, budget) for seed in range(30 if ON_GPU else 4) for budget in budgets]
     depths = None if ON_GPU else 5
     same = [check_tree(draft(seed, depths=depths), budget, chain) for seed, budget in cases]
     assert sum(same) > 0.8 * len(cases)

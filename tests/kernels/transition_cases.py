@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -65,10 +66,23 @@ def candidates(log_probs: Tensor, device: torch.device | str = "cpu") -> tuple[T
     return values.to(device), ids.to(device)
 
 
-def has_near_tie(scores: Tensor) -> bool:
-    """Whether two of these scores lie within rounding of each other, so that host and device may order them differently."""
-    ordered = scores.double().sort(descending=True).values
-    return bool(((ordered[:-1] - ordered[1:]) < ROUNDING).any())
+def paths(tree) -> list[tuple[int, ...]]:
+    """The tokens from the root to each node, in node order. tree: a DraftTree or TreeBuffers"""
+    count = int(getattr(tree, "num_nodes", len(tree.token_ids)))
+    found: list[tuple[int, ...]] = []
+    for token, parent in zip(tree.token_ids[:count].tolist(), tree.parents[:count].tolist(), strict=True):
+        found.append((*(found[parent] if found else ()), token))
+    return found
+
+
+def agrees(built, tree) -> bool:
+    """Whether buffers hold this tree, but for nodes whose scores lie within rounding: those may change places."""
+    mine, theirs = paths(built), paths(tree)
+    scores = dict(zip(mine, built.scores.tolist(), strict=False))
+    order = [scores[path] for path in theirs if path in scores]
+    is_ordered = all(after - before < ROUNDING for before, after in itertools.pairwise(order))
+    others = [scores[path] - min(order) for path in mine if path not in set(theirs)]
+    return len(mine) == len(theirs) and is_ordered and all(beyond < ROUNDING for beyond in others)
 
 
 def verified(tree, vocab: int, seed: int) -> tuple[Tensor, object]:

@@ -39,6 +39,9 @@ _FIRST_TAKEN = tl.constexpr(8)
 _UNUSED = tl.constexpr(-64)
 """In place of a slot: the entry inserts nothing."""
 
+_SIZES = ["budget", "D", "C", "nodes", "num_grams", "vocab", "bits", "num_buckets", "svd", "sid"]
+"""Arguments that a kernel is not compiled anew for."""
+
 RANKS = 8
 """Contexts a program of the first launch: so that a block of 16 takes one wave of an H200."""
 
@@ -63,7 +66,7 @@ def _log_ratio(trigrams, bigrams, seen, single, followed):
     return tl.log(triple / single)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def _pairs_kernel(
     values, ids, root, before, keys, counts, single, followed, pairs, singles, follows, masses, seen_root,
     C, vocab, bits, num_buckets, svd, svc, sid, sic, RANKS: tl.constexpr,
@@ -133,7 +136,7 @@ def _moved(entry, exists, place):
     return tl.where(has_parent, entry + ((parent - new).to(tl.int64) << 8), entry)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def _grow_kernel(
     values, ids, root, before_root, strengths, keys, counts, pairs, singles, follows, masses, seen_root,
     pool, fresh, place, picks, token_ids, parents, depths, scores, num_nodes,
@@ -312,7 +315,7 @@ def build_transition_tree(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def _fit_kernel(
     token_ids, parents, target_ids, path, steps, values, ids, before_root, strengths, curvature,
     keys, counts, single, followed,
@@ -364,7 +367,7 @@ def _fit_kernel(
         tl.store(strengths + kind, tl.minimum(tl.maximum(moved, 0.0), 1.0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def _grams_kernel(
     token_ids, parents, target_ids, num_nodes, path, steps, before_root, weights, followed, grams, shares,
     nodes, vocab, BLOCK: tl.constexpr, PATH: tl.constexpr,
@@ -391,7 +394,7 @@ def _grams_kernel(
     tl.store(shares + nodes + node, tl.where(before >= 0, weight, 0.0), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def _plan_kernel(
     keys, grams, shares, totals, slots, num_grams, bits, num_buckets, BLOCK: tl.constexpr, CHUNK: tl.constexpr
 ):
@@ -420,7 +423,7 @@ def _plan_kernel(
     tl.store(slots + e, tl.where(leads, slot, _UNUSED), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def _insert_kernel(
     keys, counts, grams, totals, slots, token_ids, path, steps, before_root, num_grams, bits, num_buckets,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr,
