@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from checkpoints import drafter_config, save_drafter
 from test_device_rounds import PROMPT, host_rounds, pair, tokens_of  # noqa: F401
-from tiny import VOCAB
+from tiny import VOCAB, tiny_model
 
 from deltatree.decode import Ending, Sampler, decode, stream
 from deltatree.decode.auto import AutoBudget, Experience
@@ -11,7 +12,8 @@ from deltatree.decode.costs import RoundCosts
 from deltatree.device import DeviceRounds
 from deltatree.device import rounds as rounds_module
 from deltatree.device.rounds import has_device_tree
-from deltatree.drafter import NoDrafter
+from deltatree.drafter import FastDFlashDrafter, NoDrafter, load_drafter, read_drafter_config
+from deltatree.models import FastTarget, ReferenceTarget
 from deltatree.transitions import TransitionTable, TransitionTree
 from deltatree.tree import no_draft
 
@@ -145,3 +147,26 @@ def test_which_trees_are_built_here(monkeypatch):
     assert not has_device_tree(AutoBudget(chain, Experience()))
     monkeypatch.setattr(rounds_module, "TRANSITIONS", False)
     assert not has_device_tree(tree)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("options", [{}, {"is_chain": True}], ids=["tree", "chain"])
+def test_captured_rounds_on_a_gpu_are_those_of_the_host(tmp_path, monkeypatch, options):
+    """Graphs captured in mid-text: plain decoding's tokens, and as many rounds as the host's policy takes, give or take a tie."""
+    config = read_drafter_config(str(save_drafter(tmp_path, drafter_config())))
+    reference = ReferenceTarget(tiny_model("qwen3_5_moe_text").cuda(), config.taps)
+    target = FastTarget(reference, context_length=256, buckets=(1, 8, 17, 32), device_rounds=True)
+    drafter = FastDFlashDrafter(load_drafter(config, target), context_length=200)
+    truth = truth_of(target, 100)
+    for budget in (7, 16, 31, "auto"):
+        lengths = []
+        for on_device in (True, False):
+            monkeypatch.setattr(rounds_module, "TRANSITIONS", on_device)
+            policy = TransitionTree(table_of("right", truth), **options)
+            if budget == "auto":
+                policy = AutoBudget(policy, Experience(RoundCosts(target.node_buckets, captured=True)))
+            rounds = host_rounds(target, drafter, policy, 31 if budget == "auto" else budget, 100)
+            assert [token for tokens, _ in rounds for token in tokens] == truth
+            lengths.append(len(rounds))
+        assert budget == "auto" or abs(lengths[0] - lengths[1]) <= 2
