@@ -2,11 +2,12 @@
 
     python benchmarks/builder.py --out results.jsonl
 
-15 depths (blocks of 16) over a vocabulary of 248,320. Before anything is timed, the tree is compared with `best_first` on
-the host, node for node, the candidates with a full sort and the walk with the one on the host, on inputs with many equal
-log-probabilities and on inputs without. Times are medians over replays of one graph, divided by the calls in it; the
-logits come from memory, not from cache. Beside it the tree over transitions, compared with the host's policy in the same way, from
-a full-sized table: by itself (table in cache), and in a round (between the logits that drive it out).
+15 depths (blocks of 16) over a vocabulary of 248,320. Before anything is timed, the tree is compared with
+`best_first` on the host, node for node, the candidates with a full sort and the walk with the one on the host, on
+inputs with many equal log-probabilities and on inputs without. Times are medians over replays of one graph, divided
+by the calls in it; the logits come from memory, not from cache. Beside it the tree over transitions, compared with
+the host's policy in the same way, from a full-sized table: by itself (table in cache), and in a round (between the
+logits that drive it out).
 """
 
 from __future__ import annotations
@@ -145,8 +146,9 @@ class TransitionRound(Round):
 
     def learn(self) -> None:
         transition_tree.learn_transitions(
-            self.tree.token_ids, self.tree.parents, self.target_ids, num_nodes=self.tree.num_nodes, path=self.walked.path,
-            steps=self.walked.steps, known=self.known, drafted=self.candidates, scratch=self.learning_scratch,
+            self.tree.token_ids, self.tree.parents, self.target_ids, num_nodes=self.tree.num_nodes,
+            path=self.walked.path, steps=self.walked.steps, known=self.known, drafted=self.candidates,
+            scratch=self.learning_scratch,
         )  # fmt: skip
 
     def all(self, copy: int) -> None:

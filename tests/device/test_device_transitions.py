@@ -35,7 +35,7 @@ def truth_of(target, count=40):
 
 
 def table_of(kind, truth):
-    """right: of the text that is to come    random: of any    wrong: of text where every token is followed by another"""
+    """right: of the text that is to come    random: of any    wrong: of that text backwards"""
     text = {
         "right": torch.tensor([PROMPT + truth]),
         "random": torch.randint(VOCAB, (30, 60), generator=torch.Generator().manual_seed(1)),
@@ -90,7 +90,7 @@ def test_every_round_is_the_hosts(pair, kind, budget, options):  # noqa: F811
 
 @pytest.mark.parametrize("kind, budget", [("right", "auto"), ("random", "auto"), ("wrong", 31)])
 def test_decode_takes_the_device_and_gives_the_hosts_text(pair, kind, budget, monkeypatch):  # noqa: F811
-    """Through `decode`: ends in mid-round, budgets chosen between draft and verify, a second turn, a second generation."""
+    """Through `decode`: ends in mid-round, budgets chosen in between, a second turn, a second generation."""
     target, drafter = pair
     truth = truth_of(target)
     table = table_of(kind, truth)
@@ -153,7 +153,7 @@ def test_which_trees_are_built_here(monkeypatch):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("options", [{}, {"is_chain": True}], ids=["tree", "chain"])
 def test_captured_rounds_on_a_gpu_are_those_of_the_host(tmp_path, monkeypatch, options):
-    """Graphs captured in mid-text: plain decoding's tokens, and as many rounds as the host's policy takes, give or take a tie."""
+    """Graphs captured in mid-text: plain decoding's tokens in as many rounds as the host takes, give or take a tie."""
     config = read_drafter_config(str(save_drafter(tmp_path, drafter_config())))
     reference = ReferenceTarget(tiny_model("qwen3_5_moe_text").cuda(), config.taps)
     target = FastTarget(reference, context_length=256, buckets=(1, 8, 17, 32), device_rounds=True)

@@ -26,7 +26,7 @@ def test_the_tree_is_the_hosts(budget, chain):
 
 
 def test_what_scores_alike_is_ordered_alike():
-    """Without counts and with equal marginals everything ties, and the order is by depth, parent and rank on both sides."""
+    """Without counts and with equal marginals everything ties: by depth, parent and rank on both sides."""
     case = draft(0, vocab=9, depths=4)
     case = case._replace(log_probs=torch.zeros(4, 9).log_softmax(-1), table=type(case.table).empty(9, num_buckets=2))
     for budget in (3, 20, 90):

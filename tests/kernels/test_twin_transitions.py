@@ -85,7 +85,7 @@ def test_no_budget_no_depth_and_impossible_candidates():
 
 @pytest.mark.parametrize("seed", range(40 if ON_GPU else 4))
 def test_a_verified_tree_teaches_the_same(seed):
-    """Several rounds into tables with room and without, drafted and plain ones; counts exactly, strengths to rounding."""
+    """Drafted and plain rounds, tables with room and without; counts exactly, strengths to rounding."""
     case = draft(seed, vocab=20, depths=5)
     knowns = known_of(case, DEVICE), known_of(case, DEVICE)
     if seed % 4 == 3:

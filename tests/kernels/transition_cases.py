@@ -27,7 +27,7 @@ class Draft(NamedTuple):
 
 
 def draft(seed: int, *, vocab: int | None = None, depths: int | None = None) -> Draft:
-    """A table of text that has some order, crowded in every third case, and a draft that is sharp in some and flat in others."""
+    """A table of text that has some order, crowded in every third case, and a draft that is sharp or flat."""
     generator = torch.Generator().manual_seed(seed)
     uniform = torch.rand(3, generator=generator).tolist()
     vocab = vocab or 3 + int(120 * uniform[0])

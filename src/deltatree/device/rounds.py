@@ -301,8 +301,8 @@ class DeviceRounds:
 class DeviceLoop:
     """The rounds of one generation as `decode` wants them, on the device.
 
-    build_tree: `no_draft`, `chain`, `best_first`, a `TransitionTree`, or a policy that chooses its budget between draft and
-        verify (`choose`)
+    build_tree: `no_draft`, `chain`, `best_first`, a `TransitionTree`, or a policy that chooses its budget between draft
+        and verify (`choose`)
     session: the drafter's, None or a resting one for plain decoding    last: prefill
     """
 
@@ -379,7 +379,7 @@ def transition_policy(build_tree: Callable[..., DraftTree]) -> TransitionTree | 
 
 
 def has_device_tree(build_tree: Callable[..., DraftTree]) -> bool:
-    """Whether a policy's tree is built on the device. A budget is chosen over trees alone, not over transitions' chain."""
+    """Whether a policy's tree is built on the device. A budget is chosen over trees, not over transitions' chain."""
     policy = build_tree.policy if isinstance(build_tree, AutoBudget) else build_tree
     if isinstance(policy, TransitionTree):
         return TRANSITIONS and not (policy.is_chain and policy is not build_tree)

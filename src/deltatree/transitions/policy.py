@@ -89,7 +89,7 @@ class TransitionTree:
 
     @property
     def _table(self) -> TransitionTable | None:
-        """The generation's own copy, made when it is first needed (rounds on a device need another one); None without."""
+        """The generation's own copy, made when first needed (rounds on a device need another one); None without."""
         if self._own is None and self.refines and self._prompt_ids is not None:
             table = self.base.clone()
             self.count_prompt(table)

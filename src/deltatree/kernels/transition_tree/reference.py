@@ -1,7 +1,7 @@
 """The transition tree level by level, and what it learns from a verified tree, in plain PyTorch.
 
-Both are what `transitions.TransitionTree` does on the host, in float32 instead of its float64: trees are equal node for node
-unless scores lie within rounding of each other, and what scores exactly alike is ordered alike.
+Both are what `transitions.TransitionTree` does on the host, in float32 instead of its float64: trees are equal node for
+node unless scores lie within rounding of each other, and what scores exactly alike is ordered alike.
 """
 
 from __future__ import annotations
@@ -63,15 +63,16 @@ def build_transition_tree(
 ) -> TreeBuffers:
     """The tree of the best `budget` prefixes over marginals and transitions, as `TransitionTree` builds it.
 
-    values, ids: [D, C] from `top_candidates`, C at most CANDIDATES: log-probabilities float32, best first, and tokens, int32
-        or int64
+    values, ids: [D, C] from `top_candidates`, C at most CANDIDATES: log-probabilities float32, best first, and tokens,
+        int32 or int64
     root: the bonus token of the last round, an int or one integer on the device    known: read only
     budget: drafted nodes, root not counted    chain: the greedy descent instead of a tree
     kernel: taps of the convolution, 1 without one
     out: buffers of N = budget + 1 nodes, written and returned instead of new ones; they say the kernel then
     scratch: only the fast twin needs it
     Candidates of probability 0 are no nodes, so that there may be fewer than the budget. Of equal scores the shallower
-    node comes first, then the one whose parent does, then the better candidate. Raises ValueError for a size out of range.
+    node comes first, then the one whose parent does, then the better candidate. Raises ValueError for a size out of
+    range.
     """
     check_sizes(values, budget, out)
     check_candidates(values)
@@ -148,10 +149,10 @@ def learn_transitions(
     token_ids, parents: [N] int64    target_ids: [N] int64, the token the target picks after each node
     num_nodes: one integer on the device, rows in use
     path, steps: of the walk: accepted nodes, and one integer, how many they are
-    drafted: candidates (values, ids) that the tree was built of; None where nothing was drafted: the strengths stay then
+    drafted: candidates (values, ids) that the tree was built of; None where nothing was drafted, so that strengths stay
     scratch: only the fast twin needs it
-    The strengths take one Newton step on the log-likelihood of the tokens after the path's nodes; then the n-grams that end
-    in the target's picks are counted, those of the path and those beside it by `known.weights`.
+    The strengths take one Newton step on the log-likelihood of the tokens after the path's nodes; then the n-grams that
+    end in the target's picks are counted, those of the path and those beside it by `known.weights`.
     """
     count, path = int(num_nodes), path[: int(steps)].long()
     tokens, picks = token_ids[:count].long(), target_ids[:count].long()

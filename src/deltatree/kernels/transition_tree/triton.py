@@ -1,15 +1,17 @@
 """The transition tree in Triton: three launches to build it and four to learn from it, however many nodes it has.
 
-`_pairs_kernel` looks up what needs no tree: how often each candidate follows each one of the depth before. `_grow_kernel`, one
-program, keeps the best nodes found so far in a *pool*, best first. Each turn it takes the best ones whose children are not
-known yet, some at once (one table lookup costs as much as many), scores their children, drops those that are no better than the
-worst of a full pool, and merges the others in: an entry's place is the number of better ones. No child outranks its parent, so
-once no node is left to take, the pool is the tree. One entry is one integer that is compared as a whole:
+`_pairs_kernel` looks up what needs no tree: how often each candidate follows each one of the depth before.
+`_grow_kernel`, one program, keeps the best nodes found so far in a *pool*, best first. Each turn it takes the best
+ones whose children are not known yet, some at once (one table lookup costs as much as many), scores their children,
+drops those that are no better than the worst of a full pool, and merges the others in: an entry's place is the number
+of better ones. No child outranks its parent, so once no node is left to take, the pool is the tree. One entry is one
+integer that is compared as a whole:
 
-    score (32 bits, of the order of the float32 number) | 31 - depth (5) | 511 - parent (9) | 63 - rank (6) | on spine | taken
+    score (32 bits, of the order of the float32 number)
+    31 - depth (5 bits) | 511 - parent (9) | 63 - rank (6) | on the spine (1) | taken (1)
 
-The parent is its place in the pool + 1, renumbered at every merge; so equal scores are ordered by depth, parent and rank as
-in the reference, and the last two bits decide nothing.
+The parent is its place in the pool + 1, renumbered at every merge; so equal scores are ordered by depth, parent and
+rank as in the reference, and the last two bits decide nothing.
 """
 
 from __future__ import annotations
@@ -428,7 +430,7 @@ def _insert_kernel(
     keys, counts, grams, totals, slots, token_ids, path, steps, before_root, num_grams, bits, num_buckets,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Count into known slots; of the new n-grams of a bucket the most frequent take its free ways, equal ones by key."""
+    """Count into known slots; of a bucket's new n-grams the most frequent take its free ways, equal ones by key."""
     e = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = e < num_grams
     key = tl.load(grams + e, mask=inside, other=_EMPTY)
