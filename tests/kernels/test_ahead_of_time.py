@@ -20,6 +20,7 @@ from deltatree.kernels.experts import triton as experts  # noqa: E402
 from deltatree.kernels.gated_delta import DeltaStash, Gates, PendingCommit, lean, wide  # noqa: E402
 from deltatree.kernels.gated_delta import triton as delta  # noqa: E402
 from deltatree.kernels.linear import triton as linear  # noqa: E402
+from deltatree.kernels.transition_tree import triton as transition_tree  # noqa: E402
 from deltatree.kernels.tree_build import triton as tree_build  # noqa: E402
 from deltatree.kernels.walk import triton as walk  # noqa: E402
 
@@ -290,3 +291,39 @@ def test_the_linear_kernel_compiles(capability, monkeypatch):
             compiled = compile_for(capability, kernel, args, options)
             assert compiled.asm["cubin"]
             assert compiled.metadata.shared <= SHARED_BYTES[capability], (tokens, rows, dtype)
+
+
+def transition_launches(budget: int, chain: bool, monkeypatch) -> list:
+    """Building and learning at 15 depths of 64 candidates, over the published vocabulary."""
+    known = transition_tree.Transitions.empty(248320, num_buckets=1 << 18, device="cpu")
+    values, ids = torch.empty(15, 64), torch.zeros(15, 64, dtype=torch.int64)
+    nodes, count = torch.zeros(budget + 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
+    calls = [
+        lambda: transition_tree.build_transition_tree(values, ids, nodes[:1], known, budget=budget, chain=chain),
+        lambda: transition_tree.learn_transitions(
+            nodes, nodes, nodes, num_nodes=count, path=torch.zeros(16, dtype=torch.int32), steps=count, known=known,
+            drafted=(values, ids),
+        ),
+    ]  # fmt: skip
+    names = [f"_{name}_kernel" for name in ("pairs", "grow", "fit", "grams", "plan", "insert")]
+    kernels = {name: getattr(transition_tree, name) for name in names}
+    with monkeypatch.context() as patch:
+        for name in names:
+            patch.setattr(transition_tree, name, Recorder())
+        patch.setattr(transition_tree, "_relate_kernel", Recorder())  # the tree builder's own
+        for call in calls:
+            call()
+        return [(kernels[name], *launch) for name in names for launch in getattr(transition_tree, name).launches]
+
+
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+def test_every_transition_kernel_compiles(capability, monkeypatch):
+    launches = transition_launches(256, False, monkeypatch)
+    assert len(launches) == 6
+    launches += [
+        launch for launch in transition_launches(15, True, monkeypatch) if launch[0].__name__ == "_grow_kernel"
+    ]
+    for kernel, args, options in launches:
+        compiled = compile_for(capability, kernel, args, options)
+        assert compiled.asm["cubin"]
+        assert compiled.metadata.shared <= SHARED_BYTES[capability], kernel.__name__

@@ -20,17 +20,21 @@ from deltatree.decode.acceptance import Drafts
 from deltatree.decode.auto import AutoBudget
 from deltatree.decode.round import Round
 from deltatree.decode.sampling import Sampler
+from deltatree.device.trees import MarginalTrees, TransitionTrees
 from deltatree.drafter import FastDFlashDrafter, NoDrafter
 from deltatree.drafter.fast_dflash import FastSession
 from deltatree.drafter.protocol import Drafter
-from deltatree.kernels.candidates import top_candidates
-from deltatree.kernels.tree_build import TreeBuffers, build_tree
+from deltatree.kernels.tree_build import TreeBuffers
 from deltatree.kernels.walk import Walked, walk
 from deltatree.models.fast import USUAL_DEPTH, FastTarget
 from deltatree.models.protocol import Target
 from deltatree.state import Nodes, StaticBuffers, StaticState
 from deltatree.state.static import MAX_DEPTH
+from deltatree.transitions.policy import TransitionTree
 from deltatree.tree import DraftTree, best_first, chain, no_draft
+
+TRANSITIONS = True
+"""Whether trees over transitions are built here, too; else their rounds go through the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +60,17 @@ class RoundWork:
 
     Nothing here knows the generation, so that the graphs, which stay with the buffers, hold none alive.
     context: the drafter's buffers, None without a drafter
+    num_buckets: of a table of transitions, for trees that read one
     """
 
-    def __init__(self, target: FastTarget, buffers: StaticBuffers, drafter: FastDFlashDrafter | None, context) -> None:
+    def __init__(
+        self,
+        target: FastTarget,
+        buffers: StaticBuffers,
+        drafter: FastDFlashDrafter | None,
+        context,
+        num_buckets: int | None = None,
+    ) -> None:
         self.target, self.buffers, self.drafter, self.context = target, buffers, drafter, context
         self.max_depth = 0 if drafter is None else drafter.depth
         with torch.inference_mode():
@@ -67,6 +79,11 @@ class RoundWork:
                 self.bonus = self.scratch("bonus", lambda: torch.zeros(1, dtype=torch.int64, device=target.device))
             else:
                 self.bonus = context.bonus
+        self.trees = MarginalTrees() if num_buckets is None else self._transitions(num_buckets)
+
+    def _transitions(self, num_buckets: int) -> TransitionTrees:
+        sizes = self.target.vocab_size, num_buckets, self.max_depth
+        return self.scratch(("transitions", *sizes), lambda: TransitionTrees(*sizes, self.target.device))
 
     def tree(self, count: int) -> TreeBuffers:
         """The buffers of a tree of `count` nodes, root included. Every size lies in the same memory."""
@@ -96,8 +113,7 @@ class RoundWork:
             tree.token_ids.copy_(self.bonus)
             return
         self.drafter.draft(context)
-        values, ids = top_candidates(context.logits, 1 if chain else count - 1)
-        build_tree(values, ids, self.bonus, budget=count - 1, out=tree)
+        self.trees.build(context.logits, self.bonus, tree, chain=chain)
 
     def offer(self, count: int) -> None:
         """Draft, and put what a choice needs in one piece for the host."""
@@ -113,12 +129,11 @@ class RoundWork:
 
     def verify_chain(self, count: int) -> None:
         """Verify a chain instead of the tree: it takes its tokens from the same draft, and the tree's place."""
-        values, ids = top_candidates(self.context.logits, 1)
-        build_tree(values, ids, self.bonus, budget=count - 1, out=self.tree(count))
+        self.trees.build(self.context.logits, self.bonus, self.tree(count), chain=True)
         self.verify(count)
 
     def verify(self, count: int) -> None:
-        """Verify the first nodes of the tree, walk, and leave path, steps, bonus and features where the next round finds them."""
+        """Verify the tree's first nodes, walk, learn, and leave path, steps, bonus and features where the next round finds them."""
         tree = self.tree(count)
         buffers, walked = self.buffers, self.walked
         nodes = Nodes(tree.token_ids, tree.depths, tree.rows, tree.ancestors.view(torch.bool))
@@ -126,6 +141,7 @@ class RoundWork:
         choices = buffers.logits[:count].argmax(-1)
         num_nodes = tree.num_nodes.clamp(max=count)
         walk(nodes.token_ids, tree.parents, choices, num_nodes=num_nodes, max_depth=self.max_depth, out=walked)
+        self.trees.learn(tree, choices, num_nodes, walked, drafted=count > 1)
         buffers.path[: self.max_depth + 1].copy_(walked.path)
         buffers.steps.copy_(walked.steps)
         self.bonus.copy_(walked.bonus)
@@ -150,22 +166,32 @@ class RoundWork:
 
 
 class DeviceRounds:
-    """Rounds of one generation: greedy, with best-first trees, chains, or no draft.
+    """Rounds of one generation: greedy, with best-first trees, chains, trees over transitions, or no draft.
 
     state: after prefill, with nothing to commit    session: the drafter's context, or None for plain decoding alone
     features: [n, F], of committed tokens that the session has not seen    bonus: the root of the first tree
+    policy: that has begun the generation, for trees over transitions and their chain
     """
 
     def __init__(
-        self, target: FastTarget, state: StaticState, session: FastSession | None, features: Tensor, bonus: int
+        self,
+        target: FastTarget,
+        state: StaticState,
+        session: FastSession | None,
+        features: Tensor,
+        bonus: int,
+        policy: TransitionTree | None = None,
     ) -> None:
         self.target, self.state, self.session, self.buffers = target, state, session, state.buffers
         drafter, context = (None, None) if session is None else (session.drafter, session.buffers)
-        self.work = RoundWork(target, state.buffers, drafter, context)
+        num_buckets = None if policy is None else policy.base.num_buckets
+        self.work = RoundWork(target, state.buffers, drafter, context, num_buckets)
         self.max_depth, self.bonus = self.work.max_depth, self.work.bonus
         with torch.inference_mode():
             if session is not None:
                 session.place(features)
+            if policy is not None:
+                self.work.trees.begin(policy)
             self.bonus.fill_(bonus)
             self.buffers.steps.zero_()
         self._uncommitted: list[int] = []
@@ -259,21 +285,26 @@ class DeviceRounds:
 
     def _captured(self, kind, count: int, chain: bool, work: Callable[[], None]) -> Captured:
         """Captured work over these buffers. Its warm-up repeats a round, so the buffers' small registers are put back."""
-        key = ("round", kind, count, chain, None if self.session is None else id(self.session.buffers))
+        trees = self.work.trees
+        key = ("round", kind, count, chain, None if self.session is None else id(self.session.buffers), trees.key)
         if key not in self.buffers.graphs:
             with torch.inference_mode():
                 self.target.num_captured += 1
                 self._commit_now()  # the warm-up writes the scratch that a waiting commit would read
-                registers = [self.buffers.steps, self.buffers.length, self.buffers.path, self.bonus]
+                registers = [self.buffers.steps, self.buffers.length, self.buffers.path, self.bonus, *trees.registers]
                 if self.session is not None:
                     context = self.session.buffers
                     registers += [context.length, context.count, context.features]
                 kept = [register.clone() for register in registers]
-                # Every pass of the warm-up leaves a path to commit, and the next one must not commit it.
-                nothing = self.buffers.steps.zero_
+
+                def nothing_yet() -> None:
+                    """Every pass of the warm-up leaves a path to commit, and the next one must not commit it."""
+                    self.buffers.steps.zero_()
+                    trees.pause()
+
                 what = f"rounds of {count} nodes"
                 self.buffers.graphs[key] = Captured(
-                    work, self.target.device, self.target._pool, what=what, before=nothing
+                    work, self.target.device, self.target._pool, what=what, before=nothing_yet
                 )
                 for register, value in zip(registers, kept, strict=True):
                     register.copy_(value)
@@ -290,7 +321,8 @@ class DeviceRounds:
 class DeviceLoop:
     """The rounds of one generation as `decode` wants them, on the device.
 
-    build_tree: `no_draft`, `chain`, `best_first`, or a policy that chooses its budget between draft and verify (`choose`)
+    build_tree: `no_draft`, `chain`, `best_first`, a `TransitionTree`, or a policy that chooses its budget between draft
+        and verify (`choose`)
     session: the drafter's, None or a resting one for plain decoding    last: prefill
     """
 
@@ -305,7 +337,9 @@ class DeviceLoop:
         budget: int,
     ) -> None:
         self.target, self.state, self.policy, self.budget = target, state, build_tree, budget
-        self.rounds = DeviceRounds(target, state, session, last.features, last.bonus)
+        transitions = transition_policy(build_tree) if session is not None else None
+        self.is_chain = build_tree is chain or (transitions is build_tree and transitions.is_chain)
+        self.rounds = DeviceRounds(target, state, session, last.features, last.bonus, transitions)
         self.nothing = last.features[:0]  # of a round's committed tokens the drafter has seen all
         self._learn: Callable[[], None] = lambda: None  # what the last chosen round taught, to be taken in
 
@@ -317,8 +351,7 @@ class DeviceLoop:
             return False
         plain = sampler.processor is None and sampler.generator is None and sampler.constraint is None
         drafts = sampler.draft_processor is None and sampler.draft_filter is None
-        policy = build_tree.policy if isinstance(build_tree, AutoBudget) else build_tree
-        return plain and drafts and (policy in (no_draft, chain, best_first) or hasattr(policy, "is_schedule"))
+        return plain and drafts and has_device_tree(build_tree)
 
     def round(self, cut: Callable[[list[int]], tuple[int, str | None]], *, may_draft: bool) -> Round:
         """One round. cut: how many of the new tokens to keep, and why the text ends. may_draft: the block has a place."""
@@ -329,7 +362,7 @@ class DeviceLoop:
         elif hasattr(self.policy, "choose"):
             done = self._chosen()
         else:
-            done = self.rounds.run(self.budget, chain=self.policy is chain)
+            done = self.rounds.run(self.budget, chain=self.is_chain)
         kept, ended = cut(done.token_ids)
         if ended is not None:
             self._take_in()
@@ -366,6 +399,20 @@ class DeviceLoop:
         """Learn from the last round: not before the device has work again."""
         self._learn()
         self._learn = lambda: None
+
+
+def transition_policy(build_tree: Callable[..., DraftTree]) -> TransitionTree | None:
+    """The policy, or the one inside that chooses its budget, if it reads transitions."""
+    policy = build_tree.policy if isinstance(build_tree, AutoBudget) else build_tree
+    return policy if isinstance(policy, TransitionTree) else None
+
+
+def has_device_tree(build_tree: Callable[..., DraftTree]) -> bool:
+    """Whether a policy's tree is built on the device. A budget is chosen over trees, not over transitions' chain."""
+    policy = build_tree.policy if isinstance(build_tree, AutoBudget) else build_tree
+    if isinstance(policy, TransitionTree):
+        return TRANSITIONS and not (policy.is_chain and policy is not build_tree)
+    return policy in (no_draft, chain, best_first) or hasattr(policy, "is_schedule")
 
 
 WIDEST = (15, 31, 63, 127)

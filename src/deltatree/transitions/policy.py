@@ -60,8 +60,10 @@ class TransitionTree:
         self, table: TransitionTable, *, is_chain: bool = False, refines: bool = True, counts_picks: bool = True
     ) -> None:
         self.is_chain, self.refines, self.counts_picks = is_chain, refines, counts_picks
-        self._base, self._table, self._view = table, None, table.view()
-        self._before = NOTHING  # the token before the root
+        self.base = table
+        self.before = NOTHING  # the token before the root
+        self._prompt_ids: list[int] | None = None
+        self._own: tuple[TransitionTable, TransitionTable] | None = None
         self._drafted: Drafted | None = None
         self.strengths = np.array(STRENGTHS)
         self._curvature = np.full(len(STRENGTHS), CURVATURE)
@@ -70,13 +72,34 @@ class TransitionTree:
         """Start a generation: forget the last one, count the prompt."""
         self.strengths = np.array(STRENGTHS)
         self._curvature = np.full(len(STRENGTHS), CURVATURE)
-        self._before = prompt_ids[-1]
-        if self.refines:
-            self._table = self._base.clone()
-            self._view = self._table.view()
-            if len(prompt_ids) > 1:
-                before, last, token = torch.tensor([NOTHING, *prompt_ids]).unfold(0, 3, 1).T
-                self._table.add(before, last, token, torch.full(token.shape, TEXT_WEIGHT))
+        self.before = prompt_ids[-1]
+        self._prompt_ids, self._own = prompt_ids, None
+
+    @property
+    def weights(self) -> tuple[float, float]:
+        """What an n-gram of the answer counts, and one that the target picks beside it."""
+        return (TEXT_WEIGHT, PICK_WEIGHT * self.counts_picks) if self.refines else (0.0, 0.0)
+
+    def count_prompt(self, table: TransitionTable) -> None:
+        """Count the prompt's n-grams into a table, on any device, unless nothing is to be counted."""
+        if self.refines and self._prompt_ids is not None and len(self._prompt_ids) > 1:
+            text = torch.tensor([NOTHING, *self._prompt_ids], device=table.keys.device)
+            before, last, token = text.unfold(0, 3, 1).T
+            table.add(before, last, token, torch.full(token.shape, TEXT_WEIGHT, device=text.device))
+
+    @property
+    def _table(self) -> TransitionTable | None:
+        """The generation's own copy, made when first needed (rounds on a device need another one); None without."""
+        if self._own is None and self.refines and self._prompt_ids is not None:
+            table = self.base.clone()
+            self.count_prompt(table)
+            self._own = table, table.view()
+        return self._own[0] if self._own is not None else None
+
+    @property
+    def _view(self) -> TransitionTable:
+        """What is read: the copy, or the table itself."""
+        return self.base.view() if self._table is None else self._own[1]
 
     def __call__(self, log_probs: Tensor, *, root: int, budget: int) -> DraftTree:
         """The tree after `root`. log_probs: [D, vocab]"""
@@ -85,7 +108,7 @@ class TransitionTree:
             return chain_tree([root])
         drafted = self._drafted = Drafted(*(found.numpy() for found in top_candidates(log_probs, CANDIDATES)))
         mass = np.minimum(np.log(np.exp(drafted.values).sum(-1)), 0)  # of a depth's candidates
-        level = Level(np.zeros(1), np.array([root]), np.zeros(1, np.int64), np.array([self._before]), np.ones(1, bool))
+        level = Level(np.zeros(1), np.array([root]), np.zeros(1, np.int64), np.array([self.before]), np.ones(1, bool))
         levels, worst = [level], -np.inf
         width = 1 if self.is_chain else budget
         for depth in range(min(len(mass), budget)):
@@ -123,7 +146,7 @@ class TransitionTree:
         """Learn from a verified tree. logits: [N, vocab]"""
         path = tree.token_ids[accepted.path]
         chosen = torch.cat([path[1:], torch.tensor([accepted.bonus])])
-        before = torch.cat([torch.tensor([self._before]), path[:-1]])
+        before = torch.cat([torch.tensor([self.before]), path[:-1]])
         if self._drafted is not None:
             self._learn(before.numpy(), path.numpy(), chosen.numpy(), self._drafted)
         if self._table is not None:
@@ -137,7 +160,7 @@ class TransitionTree:
                 torch.cat([chosen, picks]),
                 torch.cat([torch.full(path.shape, TEXT_WEIGHT), torch.full(picks.shape, PICK_WEIGHT)]),
             )
-        self._before = int(path[-1])
+        self.before = int(path[-1])
 
     def _learn(self, before: np.ndarray, path: np.ndarray, chosen: np.ndarray, drafted: Drafted) -> None:
         """Move the strengths to where the chosen tokens of the accepted path become more probable among the candidates."""

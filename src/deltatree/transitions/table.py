@@ -7,7 +7,7 @@ n-grams of a full bucket are missing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +44,7 @@ class TransitionTable:
     counts: Tensor
     single: Tensor
     followed: Tensor
+    _copies: dict[torch.device, TransitionTable] = field(default_factory=dict, repr=False)
 
     @classmethod
     def empty(
@@ -81,25 +82,38 @@ class TransitionTable:
         return self.single.shape[0]
 
     @property
+    def num_buckets(self) -> int:
+        return self.keys.shape[0]
+
+    @property
     def num_entries(self) -> int:
         return int((self.keys != _EMPTY).sum())
 
     @property
     def num_bytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors())
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors())
 
     def clone(self) -> TransitionTable:
         """A copy to write into."""
-        return TransitionTable(*(tensor.clone() for tensor in self._tensors()))
+        return TransitionTable(*(tensor.clone() for tensor in self.tensors()))
 
     def to(self, device: str | torch.device) -> TransitionTable:
-        return TransitionTable(*(tensor.to(device) for tensor in self._tensors()))
+        return TransitionTable(*(tensor.to(device) for tensor in self.tensors()))
+
+    def on(self, device: torch.device) -> TransitionTable:
+        """This table there, copied once: of a table that nobody writes any more, and to be read only."""
+        if device == self.keys.device:
+            return self
+        if device not in self._copies:
+            self._copies[device] = self.to(device)
+        return self._copies[device]
 
     def view(self) -> TransitionTable:
         """The same memory as NumPy arrays, for `scores` alone: its small operations cost a host a third there."""
-        return TransitionTable(*(tensor.numpy() for tensor in self._tensors()))
+        return TransitionTable(*(tensor.numpy() for tensor in self.tensors()))
 
-    def _tensors(self) -> list[Tensor]:
+    def tensors(self) -> list[Tensor]:
+        """Keys, counts, single and followed."""
         return [getattr(self, name) for name in _TENSORS]
 
     def add(self, before: Tensor, last: Tensor, token: Tensor, weight: Tensor | None = None) -> None:

@@ -97,7 +97,7 @@ def build_tree(
         best = scores[order].sort(descending=True, stable=True).indices[: budget + 1]
         scores, tokens, parents, depths = _kept(order[best.sort().values], scores, tokens, parents, depths)
     best = scores.sort(descending=True, stable=True).indices
-    return _fill(out, *_kept(best, scores, tokens, parents, depths))
+    return fill(out, *_kept(best, scores, tokens, parents, depths))
 
 
 def _kept(kept: Tensor, scores: Tensor, tokens: Tensor, parents: Tensor, depths: Tensor) -> tuple[Tensor, ...]:
@@ -108,7 +108,8 @@ def _kept(kept: Tensor, scores: Tensor, tokens: Tensor, parents: Tensor, depths:
     return scores[kept], tokens[kept], torch.where(parents < 0, parents, place[parents]), depths[kept]
 
 
-def _fill(out: TreeBuffers, scores: Tensor, tokens: Tensor, parents: Tensor, depths: Tensor) -> TreeBuffers:
+def fill(out: TreeBuffers, scores: Tensor, tokens: Tensor, parents: Tensor, depths: Tensor) -> TreeBuffers:
+    """Write these nodes, [n] each with n at most N, their relations and the padding."""
     for field in fields(out):
         getattr(out, field.name).fill_(-torch.inf if field.name == "scores" else 0)
     count = len(tokens)
