@@ -34,7 +34,7 @@ DtypeOption = Annotated[
 ]
 
 BackendOption = Annotated[
-    str | None, typer.Option(help="fast, device or reference. [default: fast on a GPU where it covers the model]")
+    str | None, typer.Option(help="fast, fast-host or reference. [default: fast on a GPU where it covers the model]")
 ]
 ContextOption = Annotated[
     int | None, typer.Option("--context-length", help="Tokens the fast backend keeps room for. [default: 32768]")
