@@ -77,11 +77,16 @@ def test_kinds_say_where_a_node_stands():
     assert drafts.cut(3).kinds.tolist() == drafts.kinds[:3].tolist()
 
 
-def test_at_first_the_drafter_is_believed_and_paths_multiply():
+def test_at_first_the_drafter_is_believed_except_below_branches_and_paths_multiply():
     log_probs = torch.randn(4, 9, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
     tree, scores = best_first_scored(log_probs, root=0, budget=30)
-    chances = AcceptanceModel().of_paths(Drafts.of(tree.parents, tree.depths, scores))
-    assert chances == pytest.approx(scores.exp().numpy(), rel=1e-6)
+    drafts = Drafts.of(tree.parents, tree.depths, scores)
+    alone, chances = (f(drafts) for f in (AcceptanceModel().given_parent, AcceptanceModel().of_paths))
+    claimed = (scores - scores[tree.parents]).exp().numpy()
+    is_below = drafts.kinds == BELOW
+    assert alone[1:][~is_below[1:]] == pytest.approx(claimed[1:][~is_below[1:]], rel=1e-6)
+    assert is_below.any() and (alone[is_below & (claimed > 0.2)] < claimed[is_below & (claimed > 0.2)]).all()
+    assert chances[1:] == pytest.approx(alone[1:] * chances[tree.parents[1:].numpy()])
 
 
 def test_scores_are_those_of_the_prefixes_and_a_smaller_tree_is_the_beginning_of_a_larger_one():

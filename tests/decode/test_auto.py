@@ -16,11 +16,13 @@ from worlds import OftenRight, TextTarget
 
 from deltatree.decode import Conversation, Ending, GenerateOptions, Sampler, decode, sampler_for
 from deltatree.decode.auto import AutoBudget, Experience
-from deltatree.decode.calibration import measure
+from deltatree.decode.calibration import _sizes, measure
 from deltatree.decode.costs import RoundCosts
 from deltatree.decode.methods import plan
 from deltatree.drafter import RandomDrafter, RightDrafter, WrongDrafter
 from deltatree.models import ReferenceTarget
+from deltatree.projection.profiles import PROFILES as REPLAYED
+from deltatree.projection.replay import ReplayDrafter
 from deltatree.tree import POLICIES, best_first, best_first_scored, chain
 
 PROMPT = [5, 6, 7, 8, 9, 10, 3]
@@ -158,9 +160,69 @@ def test_auto_is_close_to_the_best_fixed_choice_or_better(costs, profile, overco
     assert got <= min(fixed.values()) / 0.92, (got, fixed)
 
 
+GPU = {  # milliseconds: of a draft, of a plain round, of a verify by nodes
+    "experts": (1.0, {1: 2.8, 2: 4.2, 4: 5.7, 8: 7.2, 16: 8.8, 64: 16.5, 257: 24.5}),
+    "dense": (1.5, {1: 14.1, 16: 15.2, 64: 17.2, 257: 31.0}),
+}
+BUCKETS = (1, 2, 4, 8, 9, 12, 16, 17, 24, 32, 33, 48, 64, 65, 96, 128, 129, 192, 256, 257)
+
+
+def seconds_of_generations(arm, costs, profile, count=10):
+    """Counted time of generations of 48 tokens on captured sizes, after one that makes the experience."""
+    draft, verify = GPU[costs]
+
+    def seconds(nodes, context):
+        bucket = min(b for b in BUCKETS if b >= nodes)
+        return (np.interp(bucket, list(verify), list(verify.values())) + draft * (nodes > 1)) / 1e3
+
+    target = TextTarget(seconds, seed=11)
+    drafter = ReplayDrafter(REPLAYED[profile], target.vocab_size, target.device, text=target.text[:2000])
+    if arm == "auto":
+        held = RoundCosts(_sizes(BUCKETS, drafter.depth + 1), captured=True, clock=target.clock)
+        held.set_curves(*measure(target, drafter, held))
+        experience = Experience(held)
+    for generation in range(count + 1):
+        prompt = [1] * (100 * (generation + 1))  # so that every generation has another text
+        policy = auto(experience) if arm == "auto" else chain if arm == "chain" else best_first
+        run(target, drafter, policy, 48, 255 if arm in ("auto", "chain") else arm, prompt=prompt)
+        if generation == 0:
+            first = target.now
+    return target.now - first
+
+
+@pytest.mark.parametrize(
+    ("costs", "profile"),
+    [("experts", "own-domain"), ("experts", "very-weak"), ("dense", "chat"), ("dense", "very-strong")],
+)
+def test_on_captured_sizes_auto_keeps_up_with_the_best_fixed_choice_within_short_texts(costs, profile):
+    fixed = {arm: seconds_of_generations(arm, costs, profile) for arm in (0, "chain", 8, 16, 32)}
+    got = seconds_of_generations("auto", costs, profile)
+    assert got <= min(fixed.values()) / 0.95 and got <= fixed["chain"] / 0.97, (got, fixed)
+
+
+@pytest.mark.parametrize(
+    ("usual", "of_late", "loses"),
+    [
+        (1.3, 0.95, False),  # a hard passage, of a drafter that pays
+        (1.3, 0.7, True),  # no longer
+        (0.95, 0.95, True),  # no chance any more, after so many rounds
+        (1.05, 1.05, False),
+    ],
+)
+def test_drafting_rests_where_it_clearly_loses_of_late_or_by_little_in_the_long_run(usual, of_late, loses):
+    known = Experience()
+    for tokens in [usual] * 150 + [of_late] * 40:
+        known.learn(tokens, 1.0)
+    assert known.drafting_loses(1.0) == loses
+    known.try_again()  # a few good rounds bring it back, bad ones do not
+    for _ in range(2):
+        known.learn(2.0 if loses else 0.3, 1.0)
+    assert known.rate() > 0.9 if loses else known.drafting_loses(1.0)
+
+
 def test_where_drafting_does_not_pay_it_rests_for_ever_longer_stretches():
     target = TextTarget(COSTS["processor"])
-    drafter = OftenRight(target, PROFILES["hopeless"], seconds=0.01)
+    drafter = OftenRight(target, PROFILES["hopeless"], second=0.1, seconds=0.01)  # more often, and small trees pay
     rounds = run(target, drafter, auto(Experience(RoundCosts(clock=target.clock))), 1500)
     assert sum(r.num_nodes > 1 for r in rounds[500:]) < 30
     assert len(drafter.seen) > 1000  # it still comes back to look

@@ -90,7 +90,7 @@ def test_measuring_decodes_at_several_sizes_and_the_cache_keeps_the_figures(tmp_
     monkeypatch.setattr(calibration, "cache_folder", lambda: tmp_path / "costs")
     costs = round_costs(target, drafter, ("a", "b"))
     sizes = np.array([n for n in costs.node_counts if 1 < n <= (16 if buckets else 128)])
-    known = [1, 8, 16] if buckets else list(NODE_COUNTS)  # 9 and 17 are for budgets that a user names
+    known = [1, 8, 9, 16] if buckets else list(NODE_COUNTS)  # 9 is the chain, 17 for a budget that a user names
     assert costs.captured == bool(buckets) and costs.node_counts.tolist() == known
     assert costs.drafted(sizes, 0) == pytest.approx(0.004 + true_seconds(sizes), rel=0.02)
     assert costs.plain(0) == pytest.approx(true_seconds(1), rel=0.02)

@@ -2,7 +2,8 @@
 
 A drafted token stands with probability `q` in the drafter's eyes. Given that its parent is accepted, it is taken to be accepted with
 probability `sigmoid(bias[kind] + bias[kind, depth] + slope[kind] * logit(q))`, where the kind says where the token stands: on the
-spine (every token the first choice so far), beside it, or below a branch. All terms start so that `q` is believed, and are
+spine (every token the first choice so far), beside it, or below a branch. All terms start so that `q` is believed, except for
+first choices below a branch: a block drafter does not know there that it has missed, and claims as before. They are
 learned while running from the children of visited nodes, whose fate a round reveals without bias. A kind's bias forgets within
 some twenty rounds, so that a change of subject is noticed; the others remember hundreds.
 """
@@ -89,6 +90,7 @@ class AcceptanceModel:
             np.zeros((kinds, depths)),
             np.full(kinds, _LOGIT_SCALE),
         )
+        self.bias[BELOW], self.slope[BELOW] = -1.0, 0.5 * _LOGIT_SCALE
         # Curvature seen so far beside the prior's: a Newton step divides by it.
         self._bias_weight, self._depth_weight, self._slope_weight = (
             np.zeros(kinds),

@@ -22,32 +22,71 @@ from deltatree.decode.costs import RoundCosts
 from deltatree.tree import Acceptance, DraftTree, chain_tree, scores_of
 
 _EVIDENCE = 6  # drafted rounds before drafting may be judged
-_PROBE = 3  # drafted rounds after a rest before it is judged again
+_PROBE = 2  # drafted rounds after a rest before it is judged again
+_LOSS = 0.9  # of plain rounds' rate, below which drafting rests: a rate of some twenty rounds is off by a tenth easily
 _SHORTEST_REST, _LONGEST_REST, _REST_AT_START = 8, 256, 32  # rounds
 _PLAIN_CHECK = 64  # drafted rounds after which one plain round is measured
-_MEMORY = 0.95  # of the rates, a round
+_MEMORY, _LONG_MEMORY = 0.95, 0.995  # of the rates, a round
+_LONG_EVIDENCE = 50  # drafted rounds before the long memory may judge
 _LEAST_REACH = 12.0  # nodes
 _FEW_FEATURES = 32  # tokens that the drafter takes in beside drafting; a prompt takes a time of its own
 
 
 @dataclass
-class Experience:
-    """What generations of one pair have taught: shared by them, and never needed for a right text.
+class Rate:
+    """Tokens per second of drafted rounds, fading; the seconds are those that the costs say at their usual pace."""
 
-    tokens and seconds are of drafted rounds, fading; the seconds are those that the costs say at their usual pace.
-    """
+    memory: float  # a round
+    tokens: float = 0.0
+    seconds: float = 0.0
+
+    def learn(self, tokens: float, seconds: float) -> None:
+        """Take in a round."""
+        self.tokens, self.seconds = self.memory * self.tokens + tokens, self.memory * self.seconds + seconds
+
+    def fade(self) -> None:
+        """What was known fades against what comes."""
+        self.tokens, self.seconds = 0.2 * self.tokens, 0.2 * self.seconds
+
+
+@dataclass
+class Experience:
+    """What generations of one pair have taught: shared by them, and never needed for a right text."""
 
     costs: RoundCosts = field(default_factory=RoundCosts)
     acceptance: AcceptanceModel = field(default_factory=AcceptanceModel)
-    tokens: float = 0.0
-    seconds: float = 0.0
-    rounds: float = 0.0  # drafted ones, since drafting was last taken up
+    recent: Rate = field(default_factory=lambda: Rate(_MEMORY))
+    usual: Rate = field(default_factory=lambda: Rate(_LONG_MEMORY))
+    num_drafted: int = 0  # rounds
+    rounds: int = 0  # drafted ones, since drafting was last taken up
     rest: int = _SHORTEST_REST  # the next one's length, in rounds
-    reach: float = 32.0  # the largest size chosen lately; trees are built half as large again, to choose from
+    reach: float = 32.0  # the largest size chosen lately; trees are built somewhat larger, to choose from
 
-    def rate(self) -> float:
-        """Tokens per second of drafted rounds, at the machine's present pace."""
-        return self.tokens / (self.seconds * self.costs.pace_factor) if self.seconds else 0.0
+    def learn(self, tokens: float, seconds: float) -> None:
+        """Take in a drafted round. seconds: what the costs say at their usual pace"""
+        self.recent.learn(tokens, seconds)
+        self.usual.learn(tokens, seconds)
+        self.rounds, self.num_drafted = self.rounds + 1, self.num_drafted + 1
+        if self.rounds >= 4 * _EVIDENCE:
+            self.rest = _SHORTEST_REST
+
+    def try_again(self) -> None:
+        """A rest is over: what was known fades, so that a few rounds tell."""
+        self.recent.fade()
+        self.usual.fade()
+        self.rounds = _EVIDENCE - _PROBE
+
+    def rate(self, of: Rate | None = None) -> float:
+        """Tokens per second of drafted rounds, at the machine's present pace. of: the recent ones if not said otherwise"""
+        known = of or self.recent
+        return known.tokens / (known.seconds * self.costs.pace_factor) if known.seconds else 0.0
+
+    def drafting_loses(self, plain_rate: float) -> bool:
+        """Whether plain rounds are faster: clearly of late, or in the long run by however little."""
+        if self.rounds < _EVIDENCE:
+            return False
+        loses_long = self.num_drafted >= _LONG_EVIDENCE and self.rate(self.usual) < plain_rate
+        return loses_long or self.rate() < _LOSS * plain_rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +135,13 @@ class AutoBudget:
         known, costs = self.experience, self.experience.costs
         if self._resting > 0:
             self._resting -= 1
-            if self._resting == 0:  # try again: what was known fades against what comes
-                known.tokens, known.seconds, known.rounds = 0.2 * known.tokens, 0.2 * known.seconds, _EVIDENCE - _PROBE
+            if self._resting == 0:
+                known.try_again()
             return False
         if self._since_plain >= _PLAIN_CHECK or (self._since_plain >= 4 and not costs.num_plain(context)):
             self._since_plain = 0
             return False
-        if known.rounds >= _EVIDENCE and known.rate() < 1 / costs.plain(context):
+        if known.drafting_loses(1 / costs.plain(context)):
             self._resting, known.rest = known.rest - 1, min(2 * known.rest, _LONGEST_REST)
             return False
         return True
@@ -121,8 +160,8 @@ class AutoBudget:
 
     @property
     def widest(self) -> int:
-        """Drafted nodes that a tree needs, so that there is enough to choose from."""
-        return int(1.5 * self.experience.reach)
+        """Drafted nodes that a tree needs, so that there is enough to choose from: on captured sizes, the next larger one."""
+        return int((1.5 if self.experience.costs.captured else 1.25) * self.experience.reach)
 
     def choose(self, drafts: Drafts) -> np.ndarray:
         """The nodes of the round that is worth most, root included: the first so many, or the first of the spine.
@@ -178,12 +217,9 @@ class AutoBudget:
         def learn() -> None:
             known.acceptance.learn(drafts, path)
             # The expectation is calibrated and less noisy than one outcome; both together are quick and honest.
-            known.tokens = _MEMORY * known.tokens + 0.5 * (expected + len(path))
+            tokens = 0.5 * (expected + len(path))
             seconds = float(known.costs.drafted(np.array(num_nodes), context)) / known.costs.pace_factor
-            known.seconds = _MEMORY * known.seconds + seconds
-            known.rounds += 1
-            if known.rounds >= 4 * _EVIDENCE:
-                known.rest = _SHORTEST_REST
+            known.learn(tokens, seconds)
 
         return learn
 

@@ -39,7 +39,9 @@ def round_costs(target: Target, drafter: Drafter, names: tuple[str, str | None] 
     names: of target and drafter, as part of what the cache goes by
     """
     buckets = getattr(target, "node_buckets", None)
-    costs = RoundCosts(_sizes(buckets or NODE_COUNTS), captured=buckets is not None, clock=_clock(target))
+    costs = RoundCosts(
+        _sizes(buckets or NODE_COUNTS, drafter.depth + 1), captured=buckets is not None, clock=_clock(target)
+    )
     what = _describe(target, drafter, names, costs)
     file = cache_folder() / f"{hashlib.sha256(json.dumps(what).encode()).hexdigest()[:20]}.json"
     measured = _read(file)
@@ -134,9 +136,12 @@ class _Schedule:
         return (plain, times) if plain and times else None
 
 
-def _sizes(buckets: Iterable[int]) -> list[int]:
-    """Node counts to choose from. Those of one node more than another are for budgets that a user names."""
-    return [count for count in buckets if count <= 2 or count - 1 not in buckets]
+def _sizes(buckets: Iterable[int], chain: int) -> list[int]:
+    """Node counts to choose from. Those of one node more than another are for budgets that a user names, and for the chain.
+
+    chain: nodes of the whole chain, root included; it must not be thought to cost as much as the next larger tree
+    """
+    return [count for count in buckets if count <= 2 or count - 1 not in buckets or count == chain]
 
 
 def _spread(costs: RoundCosts) -> list[int]:
