@@ -21,7 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from deltatree.kernels.chaining import chaining
 from deltatree.kernels.fetch import fetch_ahead
 
-DEEPER = False  # whether heads of 256 are read in `deeper_blocks`
+DEEPER = True  # whether heads of 256 are read in `deeper_blocks`
 
 
 @triton.jit
@@ -259,7 +259,7 @@ def deeper_blocks(rows: int) -> dict[str, int]:
     keep the wide blocks; they only ask the cache for them early.
     """
     if rows <= 16:
-        return {"num_stages": 4}
+        return {"BLOCK_KEYS": 32, "num_stages": 6}
     if rows <= 128:
         return {"BLOCK_KEYS": 32, "num_stages": 6 if rows <= 32 else 5 if rows <= 64 else 4}
     return {"AHEAD": 1}
