@@ -15,6 +15,7 @@ from tiny import VOCAB, plain_greedy
 from worlds import OftenRight, TextTarget
 
 from deltatree.decode import Conversation, Ending, GenerateOptions, Sampler, decode, sampler_for
+from deltatree.decode.acceptance import Drafts
 from deltatree.decode.auto import AutoBudget, Experience
 from deltatree.decode.calibration import _sizes, measure
 from deltatree.decode.costs import RoundCosts
@@ -323,3 +324,24 @@ def test_the_first_token_ends_it_all_the_same():
     target = TextTarget()
     assert len(run(target, OftenRight(target, PROFILES["chat"]), auto(), 1)) == 1
     assert torch.is_tensor(run(target, OftenRight(target, PROFILES["chat"]), auto(), 2)[-1].features)
+
+
+def test_after_choices_that_are_alike_rounds_go_unseen_for_a_while():
+    """Such a round's time and tokens count; the tree, which nobody saw, teaches nothing about acceptance."""
+    policy = auto(Experience(RoundCosts((1, 4, 8), captured=True)))
+    policy.experience.costs.learn_plain(0.02, 50)
+    drafts = Drafts.of([-1, 0, 1, 2], [0, 1, 2, 3], [0.0, -0.01, -0.02, -0.03])
+    for _ in range(4):
+        assert policy.wants_draft(50, 1) and policy.habit() is None
+        size = len(policy.choose(drafts))
+        policy.learn(list(range(size)), size)
+        policy.finish()
+    known, costs = policy.experience, policy.experience.costs
+    bias, seen, plain = known.acceptance.bias.copy(), costs._drafted_seen[0].sum(), costs.num_plain(50)
+    for _ in range(8):
+        assert policy.wants_draft(50, 1) and policy.habit() == (size, policy._last[1])
+        policy.learn([0, 1], size)
+        policy.finish()
+    assert (known.acceptance.bias == bias).all() and costs.num_plain(50) == plain
+    assert costs._drafted_seen[0].sum() == seen + 8 and known.rounds == 12
+    assert policy.wants_draft(50, 1) and policy.habit() is None

@@ -9,7 +9,10 @@ from checkpoints import drafter_config, save_drafter
 from tiny import VOCAB
 
 from deltatree.capture import Captured
-from deltatree.decode import Ending, Sampler, decode
+from deltatree.decode import Ending, Sampler, decode, stream
+from deltatree.decode.auto import AutoBudget, Experience
+from deltatree.decode.calibration import capture_choices
+from deltatree.decode.costs import RoundCosts
 from deltatree.device import DeviceRounds
 from deltatree.drafter import FastDFlashDrafter, NoDrafter, load_drafter, read_drafter_config
 from deltatree.models import FastTarget, ReferenceTarget
@@ -50,9 +53,13 @@ def pair(model, tmp_path):
 
 
 def host_rounds(target, drafter, policy, budget, count=40):
+    """Every round's tokens and nodes, all of them through the host."""
+    target.device_rounds = False
     ending = Ending(count)
     rounds = decode(target, drafter, PROMPT, build_tree=policy, budget=budget, ending=ending, sampler=Sampler())
-    return [(r.token_ids, r.num_nodes) for r in rounds]
+    done = [(r.token_ids, r.num_nodes) for r in rounds]
+    target.device_rounds = True
+    return done
 
 
 def started(target, drafter):
@@ -120,10 +127,6 @@ def tokens_of(rounds):
 @pytest.mark.parametrize("budget", ["auto", 0, 5, 31])
 def test_decode_takes_the_device_and_gives_the_hosts_text(pair, budget, monkeypatch):
     """Through `decode`: stops in mid-round, caps, and a second turn on the held state."""
-    from deltatree.decode import stream
-    from deltatree.decode.auto import AutoBudget, Experience
-    from deltatree.decode.costs import RoundCosts
-
     target, drafter = pair
     truth = [token for tokens, _ in host_rounds(target, NoDrafter(VOCAB), no_draft, 0, 60) for token in tokens]
     taken = []
@@ -175,3 +178,14 @@ def test_buffers_are_lent_again(pair):
         del run
         gc.collect()
         assert len(target._free) == 1 and len(drafter._free) == 1
+
+
+def test_all_that_auto_may_choose_can_be_captured_ahead(pair):
+    target, drafter = pair
+    costs = RoundCosts(target.node_buckets, captured=True)
+    capture_choices(target, drafter, costs)
+    captured = target.num_captured + drafter.num_captured
+    auto = AutoBudget(best_first, Experience(costs))
+    rounds = decode(target, drafter, PROMPT, build_tree=auto, budget=39, ending=Ending(60), sampler=Sampler())
+    assert len({r.num_nodes for r in rounds}) > 1
+    assert target.num_captured + drafter.num_captured == captured

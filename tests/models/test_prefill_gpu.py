@@ -127,7 +127,7 @@ def test_plain_and_drafted_decoding_start_from_the_same_bits():
 def test_a_capture_tells_what_it_prepares(caplog):
     target = FastTarget(ReferenceTarget(tiny_model("qwen3_5_text").cuda()), context_length=256, buckets=(1, 9))
     state = target.new_state()
-    with caplog.at_level(logging.INFO, "deltatree.progress"):
+    with caplog.at_level(logging.INFO, "deltatree.progress"), torch.inference_mode():
         target.captured_verify(state.buffers, 9)
         target.captured_verify(state.buffers, 9)
     told = [record.getMessage() for record in caplog.records]

@@ -29,6 +29,8 @@ from deltatree.bench.records import (
 from deltatree.bench.samples import Sample
 from deltatree.bench.stages import StageClock, TimedDrafter, TimedTarget
 from deltatree.bench.verdict import PlainText, first_divergence, judge, measure_noise, noise_ceiling
+from deltatree.decode.calibration import capture_choices
+from deltatree.decode.options import AUTO
 from deltatree.errors import OptionError, PromptError
 from deltatree.text import detokenize
 
@@ -212,9 +214,11 @@ class _Bench:
     def _warm_up(self) -> None:
         """Every arm at full length, so that compilers, caches and allocators are done before anything counts.
 
-        Budget `auto` measures what rounds cost, and learns its first figures here.
+        Budget `auto` measures what rounds cost, and learns its first figures here; all that it may choose is captured.
         """
         prompt_ids = self.encode(self.samples[0], [])
+        if any(arm.budget == AUTO for arm in self.arms):
+            capture_choices(self.pair.target, self.pair.drafter, self.pair.experience().costs)
         for arm in self.arms:
             for _ in self.pair.rounds(prompt_ids, self.plan.options(arm)):
                 pass

@@ -29,6 +29,7 @@ _PLAIN_CHECK = 64  # drafted rounds after which one plain round is measured
 _MEMORY, _LONG_MEMORY = 0.95, 0.995  # of the rates, a round
 _LONG_EVIDENCE = 50  # drafted rounds before the long memory may judge
 _LEAST_REACH = 12.0  # nodes
+_HABIT, _HABIT_LASTS = 4, 8  # choices alike before rounds go by them unseen, and for how many rounds
 _FEW_FEATURES = 32  # tokens that the drafter takes in beside drafting; a prompt takes a time of its own
 
 
@@ -116,6 +117,9 @@ class AutoBudget:
         self.policy, self.experience, self.scored = policy, experience, scored
         self.choice: Choice | None = None  # of the last round
         self._resting = self._since_plain = 0
+        self._last: tuple[int, bool] | None = None  # size and kind of the last choice
+        self._alike = self._unseen = 0  # choices of the same size and kind in a row, and rounds since that went by them
+        self._drafted = False  # whether this round drafts
         self._context, self._is_typical, self._started = 0, True, 0.0
         self._drafts: Drafts | None = None  # of this round's tree; None where nothing was drafted
         self._built: DraftTree | None = None
@@ -131,6 +135,7 @@ class AutoBudget:
         """Whether the coming round drafts. context: committed tokens; num_features: of them unseen by the drafter."""
         self._started, self._context = self.experience.costs.clock(), context
         self._drafts = self.choice = None
+        self._drafted = False
         self._is_typical = num_features <= _FEW_FEATURES
         known, costs = self.experience, self.experience.costs
         if self._resting > 0:
@@ -185,10 +190,24 @@ class AutoBudget:
         size = 1 + int((of_chain if is_chain else of_tree).argmax())
         nodes = spine[:size] if is_chain else np.arange(size)
         self._drafts, self._num_nodes = drafts.chain(nodes) if is_chain else drafts.cut(size), size
+        self._drafted, self._unseen = True, 0
+        self._alike = self._alike + 1 if self._last == (size, is_chain) else 1
+        self._last = size, is_chain
         chosen = chances[nodes]
         self.choice = Choice(chosen.tolist(), float(chosen.sum()), float(seconds[size - 1]), is_chain)
         known.reach = max(size, 0.95 * known.reach, _LEAST_REACH)
         return nodes
+
+    def habit(self) -> tuple[int, bool] | None:
+        """Nodes, root included, of the coming round and whether it is a chain, where choices have long been alike.
+
+        Such a round needs no look at its tree, and so no wait between draft and verify. Now and then there is one.
+        """
+        if self._alike < _HABIT or self._unseen >= _HABIT_LASTS:
+            return None
+        self._unseen += 1
+        self._drafted = True
+        return self._last
 
     def _scored(self, log_probs: Tensor, root: int, budget: int) -> tuple[DraftTree, Tensor]:
         if self.scored is not None:
@@ -212,12 +231,14 @@ class AutoBudget:
     def lesson(self, path: list[int], num_nodes: int) -> Callable[[], None]:
         """`learn`, to be called whenever there is time, be it in the next round."""
         self._num_nodes = num_nodes
-        known, drafts, expected, context = self.experience, self._drafts, self.choice.expected, self._context
+        known, drafts, choice, context = self.experience, self._drafts, self.choice, self._context
 
         def learn() -> None:
-            known.acceptance.learn(drafts, path)
-            # The expectation is calibrated and less noisy than one outcome; both together are quick and honest.
-            tokens = 0.5 * (expected + len(path))
+            tokens = float(len(path))
+            if drafts is not None:  # not a habit's
+                known.acceptance.learn(drafts, path)
+                # The expectation is calibrated and less noisy than one outcome; both together are quick and honest.
+                tokens = 0.5 * (choice.expected + tokens)
             seconds = float(known.costs.drafted(np.array(num_nodes), context)) / known.costs.pace_factor
             known.learn(tokens, seconds)
 
@@ -227,7 +248,7 @@ class AutoBudget:
         """The round is over: its time counts, unless the drafter read a prompt in it."""
         costs = self.experience.costs
         seconds = costs.clock() - self._started
-        if self._drafts is None:
+        if not self._drafted:
             costs.learn_plain(seconds, self._context)
             return
         self._since_plain += 1

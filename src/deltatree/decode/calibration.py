@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import platform
 import time
@@ -62,22 +63,31 @@ def measure(
     a graph (and, once on a machine, compiles kernels) is not timed and comes on top: a text would need it too.
     """
     schedule = _Schedule(_spread(costs), costs.clock)
+    _run(target, drafter, schedule, int(costs.node_counts[-1]), limit_seconds)
+    return schedule.result()
+
+
+def capture_choices(target: Target, drafter: Drafter, costs: RoundCosts) -> None:
+    """Capture all that `auto` may choose, where rounds are captured, so that none of them takes a capture's time later.
+
+    For comparisons of speed: a single text would seldom need them all.
+    """
+    if costs.captured:
+        visits = _Visits(costs.node_counts.tolist(), drafter.depth, getattr(target, "device_rounds", False))
+        _run(target, drafter, visits, int(costs.node_counts[-1]), math.inf)
+
+
+def _run(target: Target, drafter: Drafter, schedule: _Schedule, budget: int, limit_seconds: float) -> None:
+    """Decode a prompt that means nothing until the schedule is done or its time is up."""
     prompt = [(i * 97) % target.vocab_size for i in range(1, _PROMPT + 1)][: max(target.context_length // 4, 1)]
     with closing(
         decode(
-            target,
-            drafter,
-            prompt,
-            build_tree=schedule,
-            budget=int(costs.node_counts[-1]),
-            ending=Ending(1 << 30),
-            sampler=Sampler(),
+            target, drafter, prompt, build_tree=schedule, budget=budget, ending=Ending(1 << 30), sampler=Sampler()
         )
-    ) as rounds:
+    ) as rounds:  # fmt: skip
         for _ in rounds:
             if schedule.is_done or schedule.spent + 2 * schedule.longest > limit_seconds:
                 break
-    return schedule.result()
 
 
 class _Schedule:
@@ -120,6 +130,9 @@ class _Schedule:
         self.choice = Choice([], 0.0, 0.0, is_chain=False)
         return np.arange(min(self.sizes[len(self.seconds)], len(drafts)))
 
+    def habit(self) -> None:
+        """Every round is looked at."""
+
     def lesson(self, path: list[int], num_nodes: int) -> Callable[[], None]:
         """Nothing: only times count here."""
         return lambda: None
@@ -134,6 +147,27 @@ class _Schedule:
         times = {size: median(s[1:] or s) for size, s in by_size.items()}
         plain = times.pop(0, None)
         return (plain, times) if plain and times else None
+
+
+class _Visits(_Schedule):
+    """Every choice once: trees of all sizes; where rounds stay on the device chains, too, and both as a habit."""
+
+    def __init__(self, node_counts: list[int], depth: int, on_device: bool) -> None:
+        super().__init__([], time.perf_counter)
+        chains = [(count, True) for count in node_counts if 1 < count <= depth + 1]
+        trees = [(count, False) for count in node_counts]
+        kinds = [(trees + chains, False), (trees[1:] + chains, True)] if on_device else [(trees, False)]
+        self.visits = [(*visit, unseen) for visits, unseen in kinds for visit in visits]
+        self.sizes = [size for size, _, _ in self.visits]
+
+    def choose(self, drafts: Drafts) -> np.ndarray:
+        size, is_chain, _ = self.visits[len(self.seconds)]
+        self.choice = Choice([], 0.0, 0.0, is_chain)
+        return np.arange(min(size, len(drafts)))
+
+    def habit(self) -> tuple[int, bool] | None:
+        size, is_chain, unseen = self.visits[len(self.seconds)]
+        return (size, is_chain) if unseen else None
 
 
 def _sizes(buckets: Iterable[int], chain: int) -> list[int]:

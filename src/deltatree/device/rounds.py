@@ -196,11 +196,15 @@ class DeviceRounds:
             self.buffers.steps.zero_()
         self._uncommitted: list[int] = []
 
-    def run(self, budget: int, *, chain: bool = False) -> DeviceRound:
-        """A whole round as one piece of captured work. budget: drafted nodes, 0 for plain decoding."""
+    def run(self, budget: int, *, chain: bool = False, meanwhile: Callable[[], None] = lambda: None) -> DeviceRound:
+        """A whole round as one piece of captured work.
+
+        budget: drafted nodes, 0 for plain decoding    meanwhile: what the host does while the device works
+        """
         count = self._count(budget, chain)
         self._prepare(count)
-        return self._finish(self._captured("round", count, chain, partial(self.work.round, count, chain)), count)
+        work = self._captured("round", count, chain, partial(self.work.round, count, chain))
+        return self._finish(work, count, meanwhile)
 
     @torch.inference_mode()
     def draft(self, budget: int, meanwhile: Callable[[], None] = lambda: None) -> Drafted:
@@ -263,9 +267,10 @@ class DeviceRounds:
         return DeviceRounds(self.target, self.state, None, features, int(self.bonus))
 
     @torch.inference_mode()
-    def _finish(self, work: Captured, count: int) -> DeviceRound:
+    def _finish(self, work: Captured, count: int, meanwhile: Callable[[], None] = lambda: None) -> DeviceRound:
         """Run the work that ends a round and read its record."""
         work()
+        meanwhile()
         steps, _, *rest = self._read(self.work.walked.record, ("record", self.max_depth)).tolist()
         path, tokens = rest[:steps], rest[self.max_depth + 1 :][:steps]
         self._count_committed()
@@ -382,18 +387,29 @@ class DeviceLoop:
 
     def _chosen(self) -> DeviceRound:
         """Draft, let the policy choose by the scores, verify what it chose."""
-        if not self.policy.wants_draft(self.length, self.rounds.session.waiting):
-            self._take_in()
-            return self.rounds.run(0)
-        widest = next(size for size in (*WIDEST, self.budget) if size >= min(self.policy.widest, self.budget))
-        drafted = self.rounds.draft(widest, meanwhile=self._take_in)
-        size = len(self.policy.choose(Drafts.of(drafted.parents, drafted.depths, drafted.scores)))
-        is_chain = self.policy.choice.is_chain
-        # A chain is lengthened to what is captured, and costs what that costs; the policy only judges what it chose.
-        filled = min(self.target.bucket(size), self.rounds.max_depth + 1) if is_chain and size > 1 else size
-        done = self.rounds.verify(filled - 1, chain=is_chain)
-        self._learn = self.policy.lesson(done.path[:size], size)
+        policy, rounds = self.policy, self.rounds
+        if not policy.wants_draft(self.length, rounds.session.waiting):
+            return rounds.run(0, meanwhile=self._take_in)
+        habit = policy.habit()
+        if habit is not None:
+            size, is_chain = habit
+            done = rounds.run(self._filled(size, is_chain) - 1, chain=is_chain, meanwhile=self._take_in)
+        else:
+            wanted = min(policy.widest, self.budget)
+            widest = min(next(size for size in (*WIDEST, wanted) if size >= wanted), self.budget)
+            drafted = rounds.draft(widest, meanwhile=self._take_in)
+            size = len(policy.choose(Drafts.of(drafted.parents, drafted.depths, drafted.scores)))
+            is_chain = policy.choice.is_chain
+            done = rounds.verify(self._filled(size, is_chain) - 1, chain=is_chain)
+        self._learn = policy.lesson(done.path[:size], size)
         return done
+
+    def _filled(self, size: int, is_chain: bool) -> int:
+        """Nodes to verify. A chain is lengthened to what is captured and costs what that costs; the policy only judges what
+        it chose."""
+        if not is_chain or size == 1:
+            return size
+        return min(self.target.bucket(size), self.rounds.max_depth + 1)
 
     def _take_in(self) -> None:
         """Learn from the last round: not before the device has work again."""

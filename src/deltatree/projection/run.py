@@ -13,7 +13,7 @@ import torch
 from deltatree.bench.plan import Arm
 from deltatree.decode import Ending, GenerateOptions, Sampler, decode
 from deltatree.decode.auto import Experience
-from deltatree.decode.calibration import round_costs
+from deltatree.decode.calibration import capture_choices, round_costs
 from deltatree.decode.methods import plan as plan_method
 from deltatree.decode.options import AUTO
 from deltatree.drafter import FastDFlashDrafter
@@ -133,13 +133,14 @@ class _Projection:
         result, emitted, self.drafter.text = _Pass(), list(prompt), text
         rounds = self._rounds(arm, prompt)
         while True:
+            captured = self._num_captured()
             started, replaying = self._now(), getattr(self.drafts, "seconds", 0.0)
             done = next(rounds, None)
             seconds = self._now() - started - (getattr(self.drafts, "seconds", 0.0) - replaying)
             if done is None:
                 return result
             emitted += done.token_ids
-            if done.num_nodes:
+            if done.num_nodes and self._num_captured() == captured:  # else its time was a capture's
                 result.seconds += seconds
                 result.tokens += len(done.token_ids)
                 result.lengths.append(done.acceptance_length)
@@ -155,6 +156,7 @@ class _Projection:
         if arm.budget == AUTO and self.experience is None:
             self.drafter.text = []
             self.experience = Experience(round_costs(self.target, self.drafts, (*self.names, "projection")))
+            capture_choices(self.target, self.drafts, self.experience.costs)
         drafter, policy, budget = plan_method(options, self.drafts, self.target.vocab_size, self.experience)
         return decode(
             self.target,
@@ -165,6 +167,9 @@ class _Projection:
             ending=Ending(self.plan.max_new_tokens),
             sampler=Sampler(),
         )
+
+    def _num_captured(self) -> int:
+        return sum(getattr(part, "num_captured", 0) for part in (self.target, self.drafts))
 
     def _now(self) -> float:
         if self.target.device.type == "cuda":
