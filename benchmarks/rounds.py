@@ -2,7 +2,7 @@
 
     python benchmarks/rounds.py --shape qwen3.6-35b-a3b --budgets 0,16,64 --out results.jsonl
 
-A line is about `whole` rounds, one graph each, or about `split` ones: draft, read, choose a budget, verify, as `auto` does.
+A line is about `whole` rounds, one graph each, or about `split` ones, as `auto` runs them: draft, read, choose, verify.
 
 | key | what |
 |---|---|
@@ -17,15 +17,16 @@ A line is about `whole` rounds, one graph each, or about `split` ones: draft, re
 | `idle_launch_us` | what of a graph's span an idle device waits for its launch |
 | `acceptance_length`, `departed` | tokens a round; whether they were other than planted, and the line void |
 
-All are medians over rounds; `_p90` stands for the 90th percentile. Spans are those of the real rounds: every graph stands between
-two events of its stream. The device passes the first one at once, for it has nothing else to do, and then waits for the launch.
-In a real round nothing can be launched ahead, so that wait is measured afterwards: the same graph again and again over the same
-tree, behind an idle and behind a busy stream in turns. The difference, `idle_launch_us`, is taken off every span and added to the
-pause before it; a launch that took the host longer than usual counts the rest as busy. The events cost a round some microseconds.
-Within a graph the device waits for no host and its kernels follow each other directly: there are no pauses but these.
+Times are medians over rounds; `_p90` stands for the 90th percentile. Spans are those of the real rounds: every graph
+stands between two events of its stream. The device passes the first one at once, for it has nothing else to do, and
+then waits for the launch. In a real round nothing can be launched ahead, so that wait is measured afterwards: the same
+graph again and again over the same tree, behind an idle and behind a busy stream in turns. The difference,
+`idle_launch_us`, is taken off every span and added to the pause before it; a launch that took the host longer
+than usual counts the rest as busy. The events cost a round some microseconds. Within a graph the device waits
+for no host, and its kernels follow each other directly: there are no pauses but these.
 
-Acceptance follows a profile: the right tokens are planted in the drafter's logits on the device, as a part of the draft, so that
-planting takes no time of the host. Without a GPU only the host's figures are there.
+Acceptance follows a profile: the right tokens are planted in the drafter's logits on the device, as a part of the
+draft, so that planting takes no time of the host. Without a GPU only the host's figures are there.
 """
 
 from __future__ import annotations
@@ -166,7 +167,7 @@ class Whole:
 
 
 class Split:
-    """A round as `auto` runs it: draft, choose, verify; what was chosen is not what is verified, so that rounds are alike."""
+    """A round as `auto` runs it. What was chosen is not what is verified, so that rounds are alike."""
 
     kind, graphs = "split", ("draft", "verify")
 
@@ -306,11 +307,12 @@ def main() -> None:
     enough = int((options.rounds + WARM_UP) * (profile.chain_length + 1.5))
     bench = Bench(options.shape, profile, context=options.context, num_tokens=enough)
     print(f"{options.shape}: ready after {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     where = {
         "device": torch.cuda.get_device_name() if bench.on_gpu else platform.machine(),
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version()},
+        "versions": versions | {"python": platform.python_version()},
         "command": " ".join(["python benchmarks/rounds.py", *sys.argv[1:]]),
-    }  # fmt: skip
+    }
     about = {"shape": options.shape, "acceptance": profile.name, "context": options.context}
     with open(options.out or "/dev/null", "w") as file:
 
