@@ -1,19 +1,32 @@
-"""One greedy round on the device at published shapes with random weights, as JSON lines: where its milliseconds go.
+"""Greedy rounds on the device at published shapes with random weights, as JSON lines: where their milliseconds go.
 
     python benchmarks/rounds.py --shape qwen3.6-35b-a3b --budgets 0,16,64 --out results.jsonl
 
+A line is about `whole` rounds, one graph each, or about `split` ones, as `auto` runs them: draft, read, choose, verify.
+
 | key | what |
 |---|---|
-| `round_ms` | a whole round through `DeviceRounds.run`, by the host's clock |
-| `split_ms` | the same through `draft` and `verify` with the choice of a budget between them, as `auto` does |
-| `choice_ms` | that choice alone |
-| `draft_graph_ms`, `verify_graph_ms`, `round_graph_ms` | captured work alone, by device events, launched ahead of its start |
-| `round_over_ms`, `split_over_ms` | what a round takes beyond the first two of these |
-| `launch_us`, `record_to_launch_us` | the host's part: one launch; from a round's record to the next round's launch |
-| `gaps`, `split_gaps` | the device's pauses between kernels of some rounds, as the profiler saw them |
+| `round_ms` | a round by the host's clock |
+| `busy_ms` | what its graphs take on the device |
+| `draft_ms`, `verify_ms` | the same of a split round's halves |
+| `over_ms` | `round_ms` less `busy_ms`, round by round |
+| `pauses_us` | from the end of one graph to the start of another: a record read, the next launch, what is in between |
+| `long_pauses` | those over 30 us, a round |
+| `choice_ms` | the choice between draft and verify, a part of their pause |
+| `launch_us` | the host's time for one launch |
+| `idle_launch_us` | what of a graph's span an idle device waits for its launch |
+| `acceptance_length`, `departed` | tokens a round; whether they were other than planted, and the line void |
 
-All are medians over rounds. Acceptance follows a profile: the right tokens are planted in the drafter's logits on the device, so that
-planting takes no time of the host. Without a GPU only the host's figures are there.
+Times are medians over rounds; `_p90` stands for the 90th percentile. Spans are those of the real rounds: every graph
+stands between two events of its stream. The device passes the first one at once, for it has nothing else to do, and
+then waits for the launch. In a real round nothing can be launched ahead, so that wait is measured afterwards: the same
+graph again and again over the same tree, behind an idle and behind a busy stream in turns. The difference,
+`idle_launch_us`, is taken off every span and added to the pause before it; a launch that took the host longer
+than usual counts the rest as busy. The events cost a round some microseconds. Within a graph the device waits
+for no host, and its kernels follow each other directly: there are no pauses but these.
+
+Acceptance follows a profile: the right tokens are planted in the drafter's logits on the device, as a part of the
+draft, so that planting takes no time of the host. Without a GPU only the host's figures are there.
 """
 
 from __future__ import annotations
@@ -24,12 +37,13 @@ import platform
 import random
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean, median, quantiles
 
 import torch
 import transformers
@@ -52,8 +66,8 @@ from deltatree.tree import best_first
 WARM_UP = 5  # rounds
 PROFILED = 8  # rounds
 REPLAYS = 20
-LONG_GAP = 30.0  # microseconds
-AHEAD = 4_000_000  # cycles that the device is kept busy while the host launches
+LONG_PAUSE = 30.0  # microseconds
+AHEAD = 1_000_000  # cycles that the device is kept busy: more than a launch takes
 
 
 class PlantedDrafter(FastReplayDrafter):
@@ -82,7 +96,7 @@ class PlantedDrafter(FastReplayDrafter):
 
 
 class Bench:
-    """A target and a drafter that knows its text, and generations of them that all start from one prompt."""
+    """A target that counts upwards and a drafter that knows, and generations of them that all start from one prompt."""
 
     def __init__(self, shape: str, profile: Profile, *, context: int, num_tokens: int) -> None:
         self.target, timed = target_and_drafter(shape, profile.depth + 1, backend="fast")
@@ -92,10 +106,8 @@ class Bench:
         self.drafter = PlantedDrafter(ReplayDrafter(profile, vocab_size, device, timed))
         draw = random.Random(0)
         self.prompt = [draw.randrange(vocab_size) for _ in range(context)]
-        self.text: list[int] = []
-        rounds = self.start()
-        self.text = [*self.prompt, int(rounds.bonus)]
-        self.text += [rounds.run(0).token_ids[0] for _ in range(num_tokens)]
+        upwards = range(self.prompt[-1] + 1, self.prompt[-1] + 2 + num_tokens)
+        self.text = [*self.prompt, *(token % vocab_size for token in upwards)]
         with torch.inference_mode():
             self.drafter.plant(profile, self.text)
 
@@ -105,67 +117,66 @@ class Bench:
         return DeviceRounds(self.target, state, self.drafter.start(), verified.features, int(verified.logits.argmax()))
 
 
-@dataclass
-class Watch:
-    """When the host launched captured work, and when it had waited for the device."""
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One launch of captured work, between two events of the stream. Without a GPU there are none."""
 
-    launches: list[tuple[float, float, Captured]] = field(default_factory=list)  # begun, seconds, what
-    arrivals: list[float] = field(default_factory=list)
+    work: Captured
+    host_us: float
+    begin: torch.cuda.Event | None
+    end: torch.cuda.Event | None
 
-    @contextmanager
-    def watching(self) -> Iterator[Watch]:
-        launch, stream_wait, event_wait = Captured.__call__, torch.cuda.Stream.synchronize, torch.cuda.Event.synchronize
-
-        def launching(work: Captured) -> None:
-            begun = time.perf_counter()
-            launch(work)
-            self.launches.append((begun, time.perf_counter() - begun, work))
-
-        def waiting(wait: Callable) -> Callable:
-            def waited(on) -> None:
-                wait(on)
-                self.arrivals.append(time.perf_counter())
-
-            return waited
-
-        Captured.__call__ = launching
-        torch.cuda.Stream.synchronize, torch.cuda.Event.synchronize = waiting(stream_wait), waiting(event_wait)
-        try:
-            yield self
-        finally:
-            Captured.__call__ = launch
-            torch.cuda.Stream.synchronize, torch.cuda.Event.synchronize = stream_wait, event_wait
-
-    def host_us(self) -> dict[str, float]:
-        if not self.arrivals:
-            return {}
-        before = [max((at for at in self.arrivals if at < begun), default=None) for begun, _, _ in self.launches]
-        pairs = zip(self.launches, before, strict=True)
-        pauses = [begun - arrived for (begun, _, _), arrived in pairs if arrived is not None]
-        return {
-            "launch_us": round(1e6 * median(seconds for _, seconds, _ in self.launches), 1),
-            "record_to_launch_us": round(1e6 * median(pauses), 1),
-        }
+    @property
+    def span_us(self) -> float:
+        """From event to event, the launch included that an idle device waits for."""
+        return 1e3 * self.begin.elapsed_time(self.end)
 
 
-def whole(rounds: DeviceRounds, budget: int) -> list[int]:
-    return rounds.run(budget).token_ids
+def event() -> torch.cuda.Event:
+    """A new one on the current stream."""
+    made = torch.cuda.Event(enable_timing=True)
+    made.record()
+    return made
 
 
-def widest_for(budget: int) -> int:
-    """Drafted nodes of the tree from which `auto` would take so many; a plain round drafts none."""
-    return next((size for size in WIDEST if size >= budget), budget) if budget else 0
+@contextmanager
+def watched(on_gpu: bool = True) -> Iterator[list[Launch]]:
+    """Every launch of captured work from here on."""
+    launch, seen = Captured.__call__, []
+
+    def launching(work: Captured) -> None:
+        begin, begun = event() if on_gpu else None, time.perf_counter()
+        launch(work)
+        seconds = time.perf_counter() - begun
+        seen.append(Launch(work, 1e6 * seconds, begin, event() if on_gpu else None))
+
+    Captured.__call__ = launching
+    try:
+        yield seen
+    finally:
+        Captured.__call__ = launch
+
+
+class Whole:
+    """A round as a fixed budget runs it."""
+
+    kind, graphs = "whole", ("round",)
+
+    def __call__(self, rounds: DeviceRounds, budget: int) -> list[int]:
+        return rounds.run(budget).token_ids
 
 
 class Split:
-    """A round as `auto` runs it: draft, choose, verify; what was chosen is not what is verified, so that rounds are alike."""
+    """A round as `auto` runs it. What was chosen is not what is verified, so that rounds are alike."""
+
+    kind, graphs = "split", ("draft", "verify")
 
     def __init__(self, target: FastTarget) -> None:
         self.policy = AutoBudget(best_first, Experience(RoundCosts(target.node_buckets, captured=True)))
-        self.choices: list[float] = []
+        self.choices: list[float] = []  # seconds
 
     def __call__(self, rounds: DeviceRounds, budget: int) -> list[int]:
-        widest = widest_for(budget)
+        widest = next((size for size in WIDEST if size >= budget), budget)  # from which `auto` would take so many
         drafted = rounds.draft(widest)
         begun = time.perf_counter()
         self.policy.choose(Drafts.of(drafted.parents, drafted.depths, drafted.scores))
@@ -173,140 +184,113 @@ class Split:
         return rounds.verify(budget).token_ids
 
 
-def timed_rounds(bench: Bench, budget: int, num_rounds: int, one_round: Callable) -> tuple[dict, Watch]:
-    """Median round by the host's clock, and what was emitted."""
-    rounds, watch = bench.start(), Watch()
-    text = [*bench.prompt, int(rounds.bonus)]
+def kinds_of(target: FastTarget, budget: int) -> list[Whole | Split]:
+    return [Whole(), Split(target)] if budget else [Whole()]  # `auto` runs plain rounds whole
+
+
+def warm_rounds(bench: Bench, budget: int, one_round: Whole | Split) -> tuple[DeviceRounds, list[int]]:
+    """A generation whose graphs are captured, and what it has emitted."""
+    rounds = bench.start()
+    text = [int(rounds.bonus)]
     for _ in range(WARM_UP):
         text += one_round(rounds, budget)
-    seconds, emitted = [], []
-    with watch.watching():
+    return rounds, text
+
+
+def measure(bench: Bench, budget: int, num_rounds: int, one_round: Whole | Split) -> dict:
+    """One line."""
+    rounds, text = warm_rounds(bench, budget, one_round)
+    milliseconds, emitted, launches = [], [], []
+    with watched(bench.on_gpu) as seen:
         for _ in range(num_rounds):
             begun = time.perf_counter()
             tokens = one_round(rounds, budget)
-            seconds.append(time.perf_counter() - begun)
+            milliseconds.append(1e3 * (time.perf_counter() - begun))
             text += tokens
             emitted.append(len(tokens))
-    known = bench.text[: len(text)]
+            launches.append(dict(zip(one_round.graphs, seen, strict=True)))
+            seen.clear()
+    known = bench.text[len(bench.prompt) :]
     found = {
-        "ms": round(1e3 * median(seconds), 4),
+        "benchmark": "rounds",
+        "kind": one_round.kind,
+        "budget": budget,
         "acceptance_length": round(mean(emitted), 3),
-        "departed": text[: len(known)] != known,
+        "departed": text != known[: len(text)],
+        **spread("round_ms", milliseconds),
     }
-    return found, watch
+    if isinstance(one_round, Split):
+        found |= spread("choice_ms", [1e3 * seconds for seconds in one_round.choices[WARM_UP:]])
+    return found | (by_events(rounds, milliseconds, launches) if bench.on_gpu else {})
 
 
-def graph_ms(works: list[Captured], before: Callable[[], object]) -> float:
-    """Median device time of captured works in a row, launched while the device is still busy with something else."""
-    times = []
-    for _ in range(REPLAYS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        before()
-        torch.cuda._sleep(AHEAD)
-        start.record()
-        for work in works:
-            work()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return round(median(times), 4)
+def by_events(rounds: DeviceRounds, milliseconds: list[float], launches: list[dict[str, Launch]]) -> dict:
+    """The device's share of rounds. milliseconds: by the host's clock    launches: by name, of each round"""
+    torch.cuda.synchronize()
+    idle = {name: idle_launch_us(rounds, launch.work) for name, launch in launches[-1].items()}
+    busy = {name: [(of[name].span_us - idle[name]) / 1e3 for of in launches] for name in idle}
+    all_busy = [sum(of_round) for of_round in zip(*busy.values(), strict=True)]
+    over = [whole - part for whole, part in zip(milliseconds, all_busy, strict=True)]
+    found = spread("busy_ms", all_busy) | spread("over_ms", over)
+    if len(busy) > 1:
+        found |= {key: value for name in busy for key, value in spread(f"{name}_ms", busy[name]).items()}
+    pauses = defaultdict(list)
+    for (last, before), (name, after) in pairwise(item for of in launches for item in of.items()):
+        pauses[f"{last} -> {name}"].append(1e3 * before.end.elapsed_time(after.begin) + idle[name])
+    num_long = sum(mean(pause > LONG_PAUSE for pause in those) for those in pauses.values())
+    return found | {
+        "pauses_us": {where: round(median(those), 1) for where, those in pauses.items()},
+        "pauses_us_p90": {where: round(p90(those), 1) for where, those in pauses.items()},
+        "long_pauses": round(num_long, 2),
+        "launch_us": {name: round(median(of[name].host_us for of in launches), 1) for name in idle},
+        "idle_launch_us": {name: round(wait, 1) for name, wait in idle.items()},
+    }
 
 
 @torch.inference_mode()
-def graphs_alone(bench: Bench, budget: int) -> dict[str, float]:
-    """Draft, verify and whole round as they were captured. What is committed meanwhile has no meaning, only a length."""
-    rounds, watch, widest = bench.start(), Watch(), widest_for(budget)
-    rounds.draft(widest), rounds.verify(budget)  # captured now, with what that takes
-    for _ in range(50):
-        rounds.run(budget)
-        if rounds.num_uncommitted >= 3:  # a path as long as usual
-            break
-    steps = rounds.num_uncommitted
-    registers = rounds.buffers.steps, rounds.session.buffers.count
+def idle_launch_us(rounds: DeviceRounds, work: Captured) -> float:
+    """How long an idle device waits for a graph's launch. Every replay has the same to do, and commits nothing."""
+    counts, bonus = (rounds.buffers.steps, rounds.session.buffers.count), rounds.bonus.clone()
 
-    def a_path_to_commit() -> None:
-        for register in registers:
-            register.fill_(steps)
+    def span_us(*, is_busy: bool) -> float:
+        for count in counts:
+            count.zero_()
+        rounds.bonus.copy_(bonus)
+        torch.cuda.synchronize()
+        if is_busy:
+            torch.cuda._sleep(AHEAD)
+        with watched() as seen:
+            work()
+        torch.cuda.synchronize()
+        return seen[0].span_us
 
-    with watch.watching():
-        rounds.draft(widest)
-        num_draft = len(watch.launches)
-        rounds.verify(budget)
-        num_verify = len(watch.launches)
-        rounds.run(budget)
-    works = [work for _, _, work in watch.launches]
-    return {
-        "draft_graph_ms": graph_ms(works[:num_draft], a_path_to_commit),
-        "verify_graph_ms": graph_ms(works[num_draft:num_verify], lambda: None),
-        "round_graph_ms": graph_ms(works[num_verify:], lambda: None),
-    }
+    return max(0.0, median(span_us(is_busy=False) - span_us(is_busy=True) for _ in range(REPLAYS)))
 
 
-def gaps_of(bench: Bench, budget: int, one_round: Callable) -> dict:
-    """The device's pauses in PROFILED rounds, the waits between rounds included."""
+def p90(values: list[float]) -> float:
+    return quantiles(values, n=10, method="inclusive")[-1]
+
+
+def spread(name: str, values: list[float]) -> dict[str, float]:
+    """Median and 90th percentile."""
+    return {name: round(median(values), 4), f"{name}_p90": round(p90(values), 4)}
+
+
+def profiled(bench: Bench, budget: int, one_round: Whole | Split) -> dict:
+    """Kernels of some rounds as a profiler sees them. Its long gaps are its own: the host's clock knows of none."""
     from torch.profiler import ProfilerActivity, profile
 
-    rounds = bench.start()
-    for _ in range(WARM_UP):
-        one_round(rounds, budget)
-    torch.cuda.synchronize()
+    rounds, _ = warm_rounds(bench, budget, one_round)
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         for _ in range(PROFILED):
             one_round(rounds, budget)
         torch.cuda.synchronize()
-    events = sorted(
-        (e.time_range.start, e.time_range.end, e.name) for e in seen.events() if "CUDA" in str(e.device_type)
-    )
-    if not events:
-        return {}
-    gaps, (_, until, last), idle = [], events[0], 0.0
-    for start, end, name in events[1:]:
-        if start > until:
-            gaps.append((start - until, short(last)))
-            idle += start - until
-        if end > until:
-            until, last = end, name
-    largest = max(gaps)
-    long = Counter(name for gap, name in gaps if gap > LONG_GAP)
-    return {
-        "rounds": PROFILED,
-        "kernels_per_round": round(len(events) / PROFILED, 1),
-        "idle_ms_per_round": round(idle / 1e3 / PROFILED, 4),
-        "largest_us": round(largest[0], 1),
-        "largest_after": largest[1],
-        "over_30_us_per_round": round(sum(long.values()) / PROFILED, 2),
-        "over_30_us_after": {
-            name: {"per_round": round(count / PROFILED, 2), "median_us": round(median(g for g, n in gaps if n == name and g > LONG_GAP), 1)}
-            for name, count in long.most_common()
-        },
-    }  # fmt: skip
-
-
-def short(kernel: str) -> str:
-    return kernel.split("(")[0][:70]
-
-
-def measure(bench: Bench, budget: int, num_rounds: int) -> dict:
-    """One line of times."""
-    found, watch = timed_rounds(bench, budget, num_rounds, whole)
-    line = {"benchmark": "rounds", "budget": budget, "round_ms": found.pop("ms"), **found, **watch.host_us()}
-    if budget:  # `auto` runs plain rounds whole
-        split = Split(bench.target)
-        line["split_ms"] = timed_rounds(bench, budget, num_rounds, split)[0]["ms"]
-        line["choice_ms"] = round(1e3 * median(split.choices), 4)
-    if bench.on_gpu:
-        line |= graphs_alone(bench, budget)
-        for kind in ("round", "split"):
-            if f"{kind}_ms" in line:
-                over = line[f"{kind}_ms"] - line["draft_graph_ms"] - line["verify_graph_ms"]
-                line[f"{kind}_over_ms"] = round(over, 4)
-    return line
-
-
-def profiled(bench: Bench, budget: int) -> dict:
-    """One line of gaps. After all times, which a profiler that was attached once may lengthen."""
-    line = {"benchmark": "gaps of rounds", "budget": budget, "gaps": gaps_of(bench, budget, whole)}
-    return line | ({"split_gaps": gaps_of(bench, budget, Split(bench.target))} if budget else {})
+    kernels = sorted((e.time_range.start, e.time_range.end) for e in seen.events() if "CUDA" in str(e.device_type))
+    line = {"benchmark": "kernels of rounds", "kind": one_round.kind, "budget": budget}
+    if len(kernels) < 3:
+        return line
+    gaps = [max(0.0, after[0] - before[1]) for before, after in pairwise(kernels)]
+    return line | {"kernels": round(len(kernels) / PROFILED, 1), **spread("gap_us", gaps)}
 
 
 def main() -> None:
@@ -316,25 +300,28 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=60, help="that are timed, of each kind")
     parser.add_argument("--context", type=int, default=256, help="tokens of the prompt")
     parser.add_argument("--acceptance", default="chat", help=f"{', '.join(PROFILES)}, or probabilities by comma")
+    parser.add_argument("--profile", action="store_true", help="look at the kernels of some rounds, too")
     parser.add_argument("--out", type=Path, help="file of JSON lines to write; they are printed too")
     options = parser.parse_args()
     began, profile = time.perf_counter(), parse_profile(options.acceptance)
     enough = int((options.rounds + WARM_UP) * (profile.chain_length + 1.5))
     bench = Bench(options.shape, profile, context=options.context, num_tokens=enough)
     print(f"{options.shape}: ready after {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     where = {
         "device": torch.cuda.get_device_name() if bench.on_gpu else platform.machine(),
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version()},
+        "versions": versions | {"python": platform.python_version()},
         "command": " ".join(["python benchmarks/rounds.py", *sys.argv[1:]]),
-    }  # fmt: skip
+    }
     about = {"shape": options.shape, "acceptance": profile.name, "context": options.context}
     with open(options.out or "/dev/null", "w") as file:
 
         def lines() -> Iterator[dict]:
-            for budget in options.budgets:
-                yield measure(bench, budget, options.rounds)
-            for budget in options.budgets if bench.on_gpu else ():
-                yield profiled(bench, budget)
+            kinds = [(budget, kind) for budget in options.budgets for kind in kinds_of(bench.target, budget)]
+            for budget, kind in kinds:
+                yield measure(bench, budget, options.rounds, kind)
+            for budget, kind in kinds if options.profile and bench.on_gpu else ():  # last: it may lengthen what follows
+                yield profiled(bench, budget, kind)
 
         for line in lines():
             line |= about | {"seconds_since_start": round(time.perf_counter() - began, 1)}
