@@ -63,7 +63,7 @@ def measure(
     a graph (and, once on a machine, compiles kernels) is not timed and comes on top: a text would need it too.
     """
     schedule = _Schedule(_spread(costs), costs.clock)
-    _run(target, drafter, schedule, int(costs.node_counts[-1]), limit_seconds)
+    _run(target, drafter, schedule, int(costs.node_counts[-1]) - 1, limit_seconds)
     return schedule.result()
 
 
@@ -74,7 +74,7 @@ def capture_choices(target: Target, drafter: Drafter, costs: RoundCosts) -> None
     """
     if costs.captured:
         visits = _Visits(costs.node_counts.tolist(), drafter.depth, getattr(target, "device_rounds", False))
-        _run(target, drafter, visits, int(costs.node_counts[-1]), math.inf)
+        _run(target, drafter, visits, int(costs.node_counts[-1]) - 1, math.inf)
 
 
 def _run(target: Target, drafter: Drafter, schedule: _Schedule, budget: int, limit_seconds: float) -> None:
