@@ -47,7 +47,7 @@ def model(hybrid, request, monkeypatch):
 def pair(model, tmp_path):
     config = read_drafter_config(str(save_drafter(tmp_path, drafter_config())))
     target = FastTarget(
-        ReferenceTarget(model, config.taps), context_length=256, buckets=(1, 8, 24, 40), device_rounds=True
+        ReferenceTarget(model, config.taps), context_length=256, buckets=(1, 8, 16, 32, 40), device_rounds=True
     )
     return target, FastDFlashDrafter(load_drafter(config, target), context_length=200)
 
