@@ -188,6 +188,7 @@ class AutoBudget:
         of_chain = chances[spine].cumsum() - rate * seconds[: spine.size]
         is_chain = bool(of_chain.max() >= of_tree.max())
         size = 1 + int((of_chain if is_chain else of_tree).argmax())
+        is_chain &= size > 1
         nodes = spine[:size] if is_chain else np.arange(size)
         self._drafts, self._num_nodes = drafts.chain(nodes) if is_chain else drafts.cut(size), size
         self._drafted, self._unseen = True, 0

@@ -157,7 +157,7 @@ class _Visits(_Schedule):
         chains = [(count, True) for count in node_counts if 1 < count <= depth + 1]
         trees = [(count, False) for count in node_counts]
         kinds = [(trees + chains, False), (trees[1:] + chains, True)] if on_device else [(trees, False)]
-        self.visits = [(*visit, unseen) for visits, unseen in kinds for visit in visits]
+        self.visits = [(0, False, False), *((*visit, unseen) for visits, unseen in kinds for visit in visits)]
         self.sizes = [size for size, _, _ in self.visits]
 
     def choose(self, drafts: Drafts) -> np.ndarray:
