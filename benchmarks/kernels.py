@@ -44,14 +44,16 @@ MATRIX_RATE = 790e12  # bfloat16 operations a second
 TARGETS_US = {(32, 16): 8, (32, 64): 18, (32, 128): 32, (48, 16): 11, (48, 64): 24, (48, 128): 42}
 KINDS = {"one": "one launch", "wide": "two launches", "lean": "three launches"}  # of the recurrence
 LEAN = {"KIND": "lean"}
-LATE = LEAN | {"LATE": True, "TOGETHER": True}
-FEWER = {"STATE_PARTS": 2, "SOLVE_WARPS": 2}
+LATE = LEAN | {"LATE": True}
+TOGETHER = LATE | {"TOGETHER": True}
+FEWER = TOGETHER | {"STATE_PARTS": 2, "SOLVE_WARPS": 2}
 MANY_NODES = {  # measured side by side for trees of many nodes, and what is changed in each
     "three launches": LEAN,
-    "three launches, one after another": LEAN | {"LATE": True},
-    "three launches, one after another, sums together": LATE,
-    "three launches, one after another, sums together, two parts of the state, 2 warps a solve": LATE | FEWER,
-    "three launches, sums together, two parts of the state, 2 warps a solve": LATE | FEWER | {"LATE": False},
+    "late": LATE,  # one launch after another
+    "late, together": TOGETHER,
+    "late, together, fewer": FEWER,
+    "late, together, fewer, small reads": FEWER | {"READ_V": 16, "ROWS": 32, "READ_WARPS": 2},
+    "together, fewer": FEWER | {"LATE": False},
 }
 CANDIDATES = {  # the same by the nodes of a tree, where it is not that alone
     16: {"one launch": {"KIND": "one"}},
