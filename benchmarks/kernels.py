@@ -43,24 +43,21 @@ MATRIX_RATE = 790e12  # bfloat16 operations a second
 
 TARGETS_US = {(32, 16): 8, (32, 64): 18, (32, 128): 32, (48, 16): 11, (48, 64): 24, (48, 128): 42}
 KINDS = {"one": "one launch", "wide": "two launches", "lean": "three launches"}  # of the recurrence
-ROOM = {"ROOM": True}  # shared memory for several programs on a multiprocessor
+LEAN = {"KIND": "lean"}
+LATE = LEAN | {"LATE": True}
+TOGETHER = LATE | {"TOGETHER": True}
+FEWER = TOGETHER | {"STATE_PARTS": 2, "SOLVE_WARPS": 2}
 MANY_NODES = {  # measured side by side for trees of many nodes, and what is changed in each
-    "two launches": {"KIND": "wide"},
-    "two launches, room for several": {"KIND": "wide"} | ROOM,
-    "three launches": {"KIND": "lean"},
-    "three launches, room for several": {"KIND": "lean"} | ROOM,
+    "three launches": LEAN,
+    "late": LATE,  # one launch after another
+    "late, together": TOGETHER,
+    "late, together, fewer": FEWER,
+    "late, together, fewer, small reads": FEWER | {"READ_V": 16, "ROWS": 32, "READ_WARPS": 2},
+    "together, fewer": FEWER | {"LATE": False},
 }
 CANDIDATES = {  # the same by the nodes of a tree, where it is not that alone
     16: {"one launch": {"KIND": "one"}},
-    32: {"one launch": {"KIND": "one"}} | MANY_NODES,
-    128: MANY_NODES
-    | {
-        "two launches, not overlapped": {"KIND": "wide", "CHAINED": False, "FOLLOWED": False},
-        "three launches, room for several, 4 warps a pair": {"KIND": "lean", "PAIR_WARPS": 4} | ROOM,
-        "three launches, room for several, 32 columns a solve": {"KIND": "lean", "SOLVE_V": 32, "SOLVE_WARPS": 2}
-        | ROOM,
-    },
-    256: MANY_NODES | {"three launches, room for several, 32 nodes a read": {"KIND": "lean", "ROWS": 32} | ROOM},
+    32: {"one launch": {"KIND": "one"}, "two launches": {"KIND": "wide"}, "three launches": LEAN},
 }
 LAUNCHES_ALONE = {"wide": ("prepare", "solve"), "lean": ("read", "pair", "solve")}
 
@@ -155,8 +152,8 @@ def sizes_of(kind: str, nodes: int) -> dict[str, int | str | bool]:
 
 
 def candidates() -> Iterator[dict]:
-    """The kinds of launch of the recurrence side by side, for trees of more than 16 nodes."""
-    yield from recurrence(sizes=(128, 64, 256, 32), only_candidates=True)
+    """The kinds of launch of the recurrence side by side, for trees of more than 32 nodes."""
+    yield from recurrence(sizes=(128, 64, 256), only_candidates=True)
 
 
 def recurrence(sizes: tuple[int, ...] = (16, 32, 64, 128, 256), only_candidates: bool = False) -> Iterator[dict]:
@@ -218,7 +215,7 @@ def recurrence(sizes: tuple[int, ...] = (16, 32, 64, 128, 256), only_candidates:
                     "floor_us": moved / BANDWIDTH * 1e6,
                     "stash_bytes_per_node": one["new"].bytes_per_node,
                 }
-                if name in ("two launches", "three launches", "three launches, room for several"):
+                if kind in LAUNCHES_ALONE:
                     record["us_alone"] = {
                         part: graph_us([call(layer, **launch, ONLY=part) for layer in layers])
                         for part in LAUNCHES_ALONE[kind]

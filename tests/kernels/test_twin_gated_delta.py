@@ -134,10 +134,11 @@ def test_node_counts_at_block_edges(nodes):
     seed=st.integers(0, 2**20),
     gates=st.sampled_from(["any", "near-0", "near-1", "mixed"]),
     repeated=st.booleans(),
+    together=st.booleans(),
 )
-def test_lean_launches_agree_with_float64(parents, seed, gates, repeated):
+def test_lean_launches_agree_with_float64(parents, seed, gates, repeated, together):
     case = delta_case(parents, seed=seed, gates=gates, beta="near-1" if repeated else "any", repeated=repeated)
-    assert_same(case, launch={"KIND": "lean"})
+    assert_same(case, launch={"KIND": "lean", "TOGETHER": together})
 
 
 @pytest.mark.parametrize(
@@ -146,11 +147,14 @@ def test_lean_launches_agree_with_float64(parents, seed, gates, repeated):
         (1, (1, 1), (16, 16)),
         (33, (2, 6), (24, 48)),
         (66, (1, 3), (64, 16)),
+        (34, (1, 7), (16, 16)),
         *(pytest.param(n, (2, 4), d, marks=pytest.mark.gpu) for n in (64, 130, 256) for d in ((128, 128), (256, 256))),
     ],
 )
 def test_lean_launches_take_any_sizes(nodes, heads, dims):
-    assert_same(delta_case(make_tree("wide", nodes, 3), heads=heads, dims=dims), launch={"KIND": "lean"})
+    case = delta_case(make_tree("wide", nodes, 3), heads=heads, dims=dims)
+    assert_same(case, launch={"KIND": "lean"})
+    assert_same(case, launch={"KIND": "lean", "TOGETHER": True})
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -182,6 +186,7 @@ def test_the_table_of_launches_reaches_every_size():
         (20, {"KIND": "wide"}),
         (70, {"KIND": "lean"}),
         (70, {"KIND": "lean", "READ_V": 16, "SOLVE_V": 32, "SOLVE_WARPS": 2, "ROWS": 32, "BLOCK_SUM": 32}),
+        (70, {"KIND": "lean", "TOGETHER": True, "BLOCK_SUM": 32}),
     ],
 )
 def test_every_kind_of_launch_and_its_sizes(nodes, launch):
@@ -236,13 +241,16 @@ def test_a_wrong_mask_does_not_pass(mutate, kind):
     assert not agrees(stash.u, true_stash.u, 100 * TOLERANCE), f"{mutate.__name__} went unnoticed in the stash"
 
 
-@pytest.mark.parametrize(("nodes", "kind"), [(17, "one"), (40, "wide"), (40, "lean")])
-def test_gates_from_raw_projections(nodes, kind):
+@pytest.mark.parametrize(
+    ("nodes", "launch"),
+    [(17, {"KIND": "one"}), (40, {"KIND": "wide"}), (40, {"KIND": "lean"}), (40, {"KIND": "lean", "TOGETHER": True})],
+)
+def test_gates_from_raw_projections(nodes, launch):
     case = delta_case(make_tree("bushy", nodes, 6))
     generator = torch.Generator().manual_seed(0)
     b, a = (4 * torch.randn(1, nodes, 6, generator=generator).to(DEVICE) for _ in range(2))
     gates = Gates(torch.randn(6, generator=generator).to(DEVICE), torch.randn(6, generator=generator).to(DEVICE))
-    out, stash = run(case, beta=b, log_decay=a, gates=gates, launch={"KIND": kind})
+    out, stash = run(case, beta=b, log_decay=a, gates=gates, launch=launch)
     beta, log_decay = gates.apply(b.double(), a.double())
     true_out, true_stash = expected_of(case, beta=beta, log_decay=log_decay)
     assert agrees(out, true_out) and agrees(stash.u, true_stash.u)

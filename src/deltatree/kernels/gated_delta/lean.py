@@ -28,7 +28,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from deltatree.kernels.carveout import room_for_several
 from deltatree.kernels.chaining import chaining
 from deltatree.kernels.gated_delta.parts import EXACT, _committed, _committed_long, _gate, _split3, path_block
 from deltatree.kernels.gated_delta.reference import DeltaStash, Gates, PendingCommit
@@ -80,7 +79,7 @@ def _state_tile(
     spath, okb, okn, okh, okk, oub, oun, ouh, ouv, ogb, ogn, ogh,
     HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PATH: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr, BLOCK_PATH: tl.constexpr,
-    PENDING: tl.constexpr, SPLIT: tl.constexpr,
+    PENDING: tl.constexpr, SPLIT: tl.constexpr, STATE_PARTS: tl.constexpr,
 ):  # fmt: skip
     """The state's part in all nodes: a tile of the state, the path committed, times raw keys and queries."""
     v_tiles: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
@@ -110,7 +109,7 @@ def _state_tile(
             )  # fmt: skip
         tl.store(where_state, s, mask=inside & (length > 0))
     if SPLIT:
-        high, less_middle, less_low = _split3(s)
+        high, less_middle, less_low = _split3(s)  # a part that nobody uses is not worked out
         less_middle, less_low = -less_middle, -less_low
     q += b * sqb + hk * sqh
     k += b * skb + hk * skh
@@ -123,8 +122,11 @@ def _state_tile(
         keys = tl.load(k + rows[:, None] * skn + ok[None, :] * skk, mask=read, other=0.0)
         queries = tl.load(q + rows[:, None] * sqn + ok[None, :] * sqk, mask=read, other=0.0)
         if SPLIT:  # the inputs as they are, exact; subtracted, not accumulated: short chains side by side
-            found = tl.dot(keys, high) - tl.dot(keys, less_middle) - tl.dot(keys, less_low)
-            outputs = tl.dot(queries, high) - tl.dot(queries, less_middle) - tl.dot(queries, less_low)
+            found = tl.dot(keys, high) - tl.dot(keys, less_middle)
+            outputs = tl.dot(queries, high) - tl.dot(queries, less_middle)
+            if STATE_PARTS == 3:
+                found -= tl.dot(keys, less_low)
+                outputs -= tl.dot(queries, less_low)
         else:
             found = tl.dot(keys.to(tl.float32), s, input_precision=EXACT)
             outputs = tl.dot(queries.to(tl.float32), s, input_precision=EXACT)
@@ -169,6 +171,42 @@ def _totals(
 
 
 @triton.jit
+def _totals_together(
+    ancestors, g, block, N, sai, saj, sgn, sgh, a_log, dt_bias,
+    GROUP: tl.constexpr, RAW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SUM: tl.constexpr, NARROW: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The same for GROUP value heads at once: column 3 i is the sum of multiples of 1/64 of the ith, 3 i + 1 that of
+    the rest, 3 i + 2 the count. g, a_log, dt_bias point at the first."""
+    rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    column = tl.arange(0, COLUMNS)
+    head, part = column // 3, (column % 3)[None, :]
+    used = head < GROUP
+    head = head.to(tl.int64)
+    decay_scale = 0.0
+    decay_shift = 0.0
+    if RAW:
+        decay_scale = tl.load(a_log + head, mask=used, other=0.0).to(tl.float32)[None, :]
+        decay_shift = tl.load(dt_bias + head, mask=used, other=0.0).to(tl.float32)[None, :]
+    sums = tl.zeros([BLOCK_N, COLUMNS], tl.float32)
+    for start in tl.range(0, (block + 1) * BLOCK_N, BLOCK_SUM, num_stages=1):
+        cols = start + tl.arange(0, BLOCK_SUM)
+        inside = (rows < N)[:, None] & (cols < N)[None, :]
+        seen = tl.load(ancestors + rows[:, None] * sai + cols[None, :] * saj, mask=inside, other=0)
+        where = g + cols.to(tl.int64)[:, None] * sgn + head[None, :] * sgh
+        gate = tl.load(where, mask=(cols < N)[:, None] & used[None, :], other=0.0).to(tl.float32)
+        gate = _gate(gate, RAW, decay_scale, decay_shift)
+        steps = tl.floor(gate * 64.0 + 0.5) * 0.015625
+        high, low = _two_parts(tl.where(part == 0, steps, tl.where(part == 1, gate - steps, 1.0)))
+        ones = tl.where(seen != 0, 1.0, 0.0)
+        if NARROW:
+            ones, high, low = ones.to(tl.bfloat16), high.to(tl.bfloat16), low.to(tl.bfloat16)
+        sums = tl.dot(ones, high, sums, input_precision=EXACT)
+        sums = tl.dot(ones, low, sums, input_precision=EXACT)
+    return sums
+
+
+@triton.jit
 def _inverse(x, count, real, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, NARROW: tl.constexpr):
     """(I + X)^-1 of a diagonal block, by bands of two levels of depth: one more is final with each sweep.
 
@@ -204,7 +242,7 @@ def _node_factors(
     which, q, k, log_decay, ancestors, new_k, new_g, factors, sums, a_log, dt_bias, N, scale, key_heads, heads,
     sqb, sqn, sqh, sqk, skb, skn, skh, skk, sgb, sgn, sgh, sai, saj, nkb, nkn, nkh, nkk, ngb, ngn, ngh,
     HK: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_SUM: tl.constexpr, RAW: tl.constexpr, NARROW: tl.constexpr,
+    BLOCK_SUM: tl.constexpr, RAW: tl.constexpr, NARROW: tl.constexpr, TOGETHER: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Of one key head and one block of nodes: the factors that normalise keys and queries, the stash's keys, and the
     sums of log decays and the count of ancestors for each of its value heads."""
@@ -219,28 +257,44 @@ def _node_factors(
     ok = ok.to(tl.int64)
     keys = tl.load(k + b * skb + hk * skh + rows[:, None] * skn + ok[None, :] * skk, mask=inside, other=0.0)
     queries = tl.load(q + b * sqb + hk * sqh + rows[:, None] * sqn + ok[None, :] * sqk, mask=inside, other=0.0)
+    first = hk * GROUP
+    if TOGETHER:  # while keys and queries are on their way
+        found = _totals_together(
+            ancestors, log_decay + b * sgb + first * sgh, block, N, sai, saj, sgn, sgh,
+            a_log + first if RAW else a_log, dt_bias + first if RAW else dt_bias,
+            GROUP, RAW, BLOCK_N, BLOCK_SUM, NARROW, COLUMNS,
+        )  # fmt: skip
     keys, queries = keys.to(tl.float32), queries.to(tl.float32)
     norm = tl.rsqrt(tl.sum(keys * keys, 1) + 1e-6)
     tl.store(new_k + b * nkb + hk * nkh + rows[:, None] * nkn + ok[None, :] * nkk, keys * norm[:, None], mask=inside)
     tl.store(factors + head * N + rows, norm, mask=mn)
     norm = tl.rsqrt(tl.sum(queries * queries, 1) + 1e-6) * scale
     tl.store(factors + (key_heads + head) * N + rows, norm, mask=mn)
-    for i in range(0, GROUP):
-        hv = hk * GROUP + i
-        decay_scale = 0.0
-        decay_shift = 0.0
-        if RAW:
-            decay_scale = tl.load(a_log + hv).to(tl.float32)
-            decay_shift = tl.load(dt_bias + hv).to(tl.float32)
-        coarse, fine, count = _totals(
-            ancestors, log_decay + b * sgb + hv * sgh, block, N, sai, saj, sgn, decay_scale, decay_shift,
-            RAW, BLOCK_N, BLOCK_SUM, NARROW,
-        )  # fmt: skip
-        tl.store(new_g + b * ngb + hv * ngh + rows * ngn, coarse + fine, mask=mn)
-        where = sums + (head * GROUP + i) * N + rows
-        tl.store(where, coarse, mask=mn)
-        tl.store(where + tl.cast(heads, tl.int64) * N, fine, mask=mn)
-        tl.store(where + 2 * tl.cast(heads, tl.int64) * N, count, mask=mn)
+    if TOGETHER:
+        column = tl.arange(0, COLUMNS)
+        which_sum, of_head = (column % 3).to(tl.int64), column // 3
+        where = sums + (which_sum * heads + head * GROUP + of_head)[None, :] * N + rows[:, None]
+        tl.store(where, found, mask=mn[:, None] & (of_head < GROUP)[None, :])
+        for i in tl.static_range(GROUP):
+            whole = tl.sum(tl.where(((of_head == i) & (which_sum < 2))[None, :], found, 0.0), 1)
+            tl.store(new_g + b * ngb + (first + i) * ngh + rows * ngn, whole, mask=mn)
+    else:
+        for i in range(0, GROUP):
+            hv = first + i
+            decay_scale = 0.0
+            decay_shift = 0.0
+            if RAW:
+                decay_scale = tl.load(a_log + hv).to(tl.float32)
+                decay_shift = tl.load(dt_bias + hv).to(tl.float32)
+            coarse, fine, count = _totals(
+                ancestors, log_decay + b * sgb + hv * sgh, block, N, sai, saj, sgn, decay_scale, decay_shift,
+                RAW, BLOCK_N, BLOCK_SUM, NARROW,
+            )  # fmt: skip
+            tl.store(new_g + b * ngb + hv * ngh + rows * ngn, coarse + fine, mask=mn)
+            where = sums + (head * GROUP + i) * N + rows
+            tl.store(where, coarse, mask=mn)
+            tl.store(where + tl.cast(heads, tl.int64) * N, fine, mask=mn)
+            tl.store(where + 2 * tl.cast(heads, tl.int64) * N, count, mask=mn)
 
 
 @triton.jit
@@ -252,12 +306,13 @@ def _read_kernel(
     HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PATH: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_PATH: tl.constexpr, BLOCK_SUM: tl.constexpr, RAW: tl.constexpr, PENDING: tl.constexpr,
-    SPLIT: tl.constexpr, NARROW: tl.constexpr, CHAINED: tl.constexpr, FOLLOWED: tl.constexpr,
+    SPLIT: tl.constexpr, STATE_PARTS: tl.constexpr, NARROW: tl.constexpr, TOGETHER: tl.constexpr, COLUMNS: tl.constexpr,
+    CHAINED: tl.constexpr, FOLLOWED: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     """The first launch."""
     if CHAINED:  # the launch overlaps the end of the kernel before; nothing is read until that has finished
         gdc_wait()
-    if FOLLOWED:
+    if FOLLOWED and not LATE:
         gdc_launch_dependents()
     program = tl.program_id(0)
     if program < num_small:
@@ -265,13 +320,14 @@ def _read_kernel(
             program, q, k, log_decay, ancestors, new_k, new_g, factors, sums, a_log, dt_bias,
             N, scale, heads // GROUP, heads, sqb, sqn, sqh, sqk, skb, skn, skh, skk, sgb, sgn, sgh, sai, saj,
             nkb, nkn, nkh, nkk, ngb, ngn, ngh, HV // GROUP, GROUP, K, BLOCK_K, BLOCK_N, BLOCK_SUM, RAW, NARROW,
+            TOGETHER, COLUMNS,
         )  # fmt: skip
     else:
         _state_tile(
             program - num_small, state, q, k, carried, path, path_length, old_k, old_u, old_g, N, heads,
             ssb, ssh, ssk, ssv, sqb, sqn, sqh, sqk, skb, skn, skh, skk,
             spath, okb, okn, okh, okk, oub, oun, ouh, ouv, ogb, ogn, ogh,
-            HV, GROUP, K, V, PATH, BLOCK_K, BLOCK_V, ROWS, BLOCK_PATH, PENDING, SPLIT,
+            HV, GROUP, K, V, PATH, BLOCK_K, BLOCK_V, ROWS, BLOCK_PATH, PENDING, SPLIT, STATE_PARTS,
         )  # fmt: skip
 
 
@@ -281,12 +337,13 @@ def _pair_kernel(
     sqb, sqn, sqh, sqk, skb, skn, skh, skk, sbb, sbn, sbh, sai, saj,
     HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
     RAW: tl.constexpr, SPLIT: tl.constexpr, PARTS: tl.constexpr, NARROW: tl.constexpr,
-    CHAINED: tl.constexpr, FOLLOWED: tl.constexpr,
+    CHAINED: tl.constexpr, FOLLOWED: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     """The second launch: what the nodes of block `row` find in those of block `col`; for one value head if they are
     the same block, else for all value heads of one key head."""
     if FOLLOWED:
         gdc_wait()
+    if FOLLOWED and not LATE:
         gdc_launch_dependents()
     # Blocks stand in a circle, and pairs count first by distance: the diagonal ones, which take longest, start first.
     pair = tl.program_id(1)
@@ -367,7 +424,7 @@ def _solve_kernel(
     solve, read, carried, factors, found, v, beta, u, g, out, N, num_blocks, heads,
     svb, svn, svh, svv, sbb, sbn, sbh, sub, sun, suh, suv, sgb, sgn, sgh, sob, son, soh, sov,
     HV: tl.constexpr, GROUP: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
-    RAW: tl.constexpr, PARTS: tl.constexpr, HELD: tl.constexpr, CHAINED: tl.constexpr, FOLLOWED: tl.constexpr,
+    RAW: tl.constexpr, PARTS: tl.constexpr, HELD: tl.constexpr, CHAINED: tl.constexpr, FOLLOWED: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     """The third launch: pseudo-values and outputs of one [N, BLOCK_V] of a value head.
 
@@ -376,7 +433,7 @@ def _solve_kernel(
     """
     if FOLLOWED:
         gdc_wait()
-    if CHAINED:
+    if CHAINED and not LATE:
         gdc_launch_dependents()
     head = tl.program_id(0).to(tl.int64)
     b, hv = head // HV, head % HV
@@ -459,7 +516,11 @@ def lean_sizes(num_nodes: int, value_dim: int, dtype: torch.dtype) -> dict[str, 
     READ_V, SOLVE_V: value columns of a program of the first and third launch; *_WARPS: the warps of each launch
     ROWS: nodes for which a tile of the state is multiplied at a time    BLOCK_SUM: log decays that are summed at once
     PARTS: tiles that a stored factor is made of: two of bfloat16, or one of float32
-    NARROW: products may take bfloat16    HELD: see `_held`    CHAINED, FOLLOWED, ROOM: as in `wide_sizes`
+    NARROW: products may take bfloat16    HELD: see `_held`    CHAINED, FOLLOWED: as in `wide_sizes`
+    STATE_PARTS: bfloat16 tiles of which the first launch multiplies, where inputs are bfloat16: 3 hold 24 bits, 2 hold 16
+    LATE: a launch lets the next one begin as its programs end, not as they begin: then that one's programs find all
+        multiprocessors free, and none takes more of them than its share
+    TOGETHER: log decays of all value heads of a key head are summed in one product
     """
     block_v = min(32, max(16, triton.next_power_of_2(value_dim)))
     native = not triton.knobs.runtime.interpret
@@ -478,7 +539,9 @@ def lean_sizes(num_nodes: int, value_dim: int, dtype: torch.dtype) -> dict[str, 
         "HELD": native and not torch.version.hip,
         "CHAINED": False,
         "FOLLOWED": False,
-        "ROOM": False,
+        "STATE_PARTS": 3,
+        "LATE": False,
+        "TOGETHER": False,
     }
 
 
@@ -515,13 +578,12 @@ def launch_lean(
     block_k = max(16, triton.next_power_of_2(key_dim))
     split = q.dtype == k.dtype == torch.bfloat16 and sizes["NARROW"]
     common = {"HV": heads, "GROUP": heads // key_heads, "BLOCK_N": BLOCK_N, "RAW": gates is not None} | {
-        name: sizes[name] for name in ("CHAINED", "FOLLOWED")
+        name: sizes[name] for name in ("CHAINED", "FOLLOWED", "LATE")
     }
     following = common | ({"launch_pdl": True} if sizes["FOLLOWED"] else {})
-    launched = []
     if only in (None, "read"):
         num_small = all_key_heads * blocks
-        read_launch = _read_kernel[(num_small + all_heads * triton.cdiv(value_dim, sizes["READ_V"]),)](
+        _read_kernel[(num_small + all_heads * triton.cdiv(value_dim, sizes["READ_V"]),)](
             state, q, k, log_decay, seen, carried, factors, sums, stash.k, stash.log_decay,
             None if gates is None else gates.a_log, None if gates is None else gates.dt_bias,
             path, None if pending is None else pending.length, old.k, old.u, old.log_decay,
@@ -531,25 +593,21 @@ def launch_lean(
             1 if path is None else path.stride(0), *old.k.stride(), *old.u.stride(), *old.log_decay.stride(),
             K=key_dim, V=value_dim, PATH=0 if path is None else path.numel(), BLOCK_PATH=path_block(path),
             PENDING=pending is not None, BLOCK_K=block_k, BLOCK_V=sizes["READ_V"], ROWS=sizes["ROWS"],
-            BLOCK_SUM=sizes["BLOCK_SUM"], SPLIT=split, NARROW=sizes["NARROW"],
+            BLOCK_SUM=sizes["BLOCK_SUM"], SPLIT=split, STATE_PARTS=sizes["STATE_PARTS"], NARROW=sizes["NARROW"],
+            TOGETHER=sizes["TOGETHER"], COLUMNS=max(16, triton.next_power_of_2(3 * heads // key_heads)),
             num_warps=sizes["READ_WARPS"], **common, **({"launch_pdl": True} if sizes["CHAINED"] else {}),
         )  # fmt: skip
-        launched.append(read_launch)
     if only in (None, "pair"):
-        pair_launch = _pair_kernel[(all_heads, blocks * (blocks + 1) // 2)](
+        _pair_kernel[(all_heads, blocks * (blocks + 1) // 2)](
             q, k, beta, seen, solve, read, sums, nodes, blocks, all_heads,
             *q.stride(), *k.stride(), *beta.stride(), *seen.stride(),
             K=key_dim, BLOCK_K=block_k, SPLIT=split, PARTS=sizes["PARTS"], NARROW=sizes["NARROW"],
             num_warps=sizes["PAIR_WARPS"], **following,
         )  # fmt: skip
-        launched.append(pair_launch)
     if only in (None, "solve"):
-        solve_launch = _solve_kernel[(all_heads, triton.cdiv(value_dim, sizes["SOLVE_V"]))](
+        _solve_kernel[(all_heads, triton.cdiv(value_dim, sizes["SOLVE_V"]))](
             solve, read, carried, factors, found, v, beta, stash.u, stash.log_decay, out, nodes, blocks, all_heads,
             *v.stride(), *beta.stride(), *stash.u.stride(), *stash.log_decay.stride(), *out.stride(),
             V=value_dim, BLOCK_V=sizes["SOLVE_V"], PARTS=sizes["PARTS"], HELD=sizes["HELD"],
             num_warps=sizes["SOLVE_WARPS"], **following,
         )  # fmt: skip
-        launched.append(solve_launch)
-    for kernel in launched:
-        room_for_several(kernel, sizes["ROOM"])

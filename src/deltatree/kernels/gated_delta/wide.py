@@ -27,7 +27,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from deltatree.kernels.carveout import room_for_several
 from deltatree.kernels.chaining import chaining
 from deltatree.kernels.gated_delta.parts import EXACT, _committed, _committed_long, _gate, _split3, _sums, path_block
 from deltatree.kernels.gated_delta.reference import DeltaStash, Gates, PendingCommit
@@ -511,7 +510,6 @@ def wide_sizes(num_nodes: int, value_dim: int, dtype: torch.dtype) -> dict[str, 
     PREPARE_V, SOLVE_V, SOLVE_WARPS: value columns of a program of either launch (SOLVE_V: at most 32, see above), and
         warps of the second
     FOLLOWED: the second launch starts while the first ends (compute capability 9.0 and later)
-    ROOM: the driver is asked for shared memory for several programs of either launch (see `carveout`)
     """
     block_v = min(32, max(16, triton.next_power_of_2(value_dim)))
     # Three bfloat16 products keep 16 bits of either factor, enough for inputs that have 8.
@@ -528,7 +526,6 @@ def wide_sizes(num_nodes: int, value_dim: int, dtype: torch.dtype) -> dict[str, 
         "PRECISION": "bf16x3" if narrow else EXACT.value,
         "CHAINED": False,
         "FOLLOWED": False,
-        "ROOM": False,
     }
 
 
@@ -565,9 +562,8 @@ def launch_wide(
         "RAW": gates is not None, "COPY": copied,
     } | {name: sizes[name] for name in ("BLOCK_N", "PRECISION", "CHAINED", "FOLLOWED")}  # fmt: skip
     split = q.dtype == k.dtype == torch.bfloat16 and not triton.knobs.runtime.interpret
-    launched = []
     if only in (None, "prepare"):
-        prepare_launch = _prepare_kernel[(num_tiles + all_heads * blocks * (blocks + 1) // 2,)](
+        _prepare_kernel[(num_tiles + all_heads * blocks * (blocks + 1) // 2,)](
             state, committed, q, k, beta, log_decay, seen, solve, read, carried, stash.k, stash.u, stash.log_decay,
             None if gates is None else gates.a_log, None if gates is None else gates.dt_bias,
             path, None if pending is None else pending.length, old.k, old.u, old.log_decay,
@@ -581,14 +577,10 @@ def launch_wide(
             PENDING=pending is not None, SPLIT=split,
             num_warps=4, **common, **({"launch_pdl": True} if sizes["CHAINED"] else {}),
         )  # fmt: skip
-        launched.append(prepare_launch)
     if only in (None, "solve"):
-        solve_launch = _solve_kernel[(all_heads, triton.cdiv(value_dim, sizes["SOLVE_V"]))](
+        _solve_kernel[(all_heads, triton.cdiv(value_dim, sizes["SOLVE_V"]))](
             state, committed, solve, read, carried, v, beta, stash.u, stash.log_decay, out, nodes, blocks,
             *state.stride(), *v.stride(), *beta.stride(), *stash.u.stride(), *stash.log_decay.stride(), *out.stride(),
             BLOCK_V=sizes["SOLVE_V"], PANEL=sizes["PANEL"], ONE_PANEL=blocks <= sizes["PANEL"],
             num_warps=sizes["SOLVE_WARPS"], **common, **({"launch_pdl": True} if sizes["FOLLOWED"] else {}),
         )  # fmt: skip
-        launched.append(solve_launch)
-    for kernel in launched:
-        room_for_several(kernel, sizes["ROOM"])
