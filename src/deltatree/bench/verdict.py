@@ -8,7 +8,7 @@ divergence is a near-tie if plain decoding's own distance between its best token
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ HALF_CEILING = 1.0
 
 
 class PlainText:
-    """The best logits before every token of a plainly decoded text, from one-token forwards, computed as far as asked.
+    """The best logits before every token of a plainly decoded text, from one-token forwards, computed when first asked for.
 
     token_ids: the text's new tokens, of which position 0 is chosen by prefill
     """
@@ -37,20 +37,21 @@ class PlainText:
     def __init__(self, target: Target, prompt_ids: list[int], token_ids: list[int]) -> None:
         self.target, self.prompt_ids, self.token_ids = target, prompt_ids, token_ids
         self._rows: list[tuple[Tensor, Tensor]] = []
-        self._state = None
 
     def best(self, position: int) -> tuple[Tensor, Tensor]:
         """Values and token ids [KEPT] that decided the token at `position`, best first."""
-        while len(self._rows) <= position:
-            if self._state is None:
-                self._state = self.target.new_state()
-                logits = self.target.prefill(self.prompt_ids, self._state).logits
-            else:
-                root = self.token_ids[len(self._rows) - 1]
-                logits = self.target.verify(chain_tree([root]), self._state).logits
-                self.target.commit([0], self._state)
-            self._rows.append(tuple(logits[0].topk(min(KEPT, logits.shape[-1]))))
+        if not self._rows:
+            self._rows = list(self._decided())
         return self._rows[position]
+
+    def _decided(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Row by row, to the end: a state kept for later would be one more beside those that are timed."""
+        state = self.target.new_state()
+        logits = self.target.prefill(self.prompt_ids, state).logits
+        for root in self.token_ids:
+            yield tuple(logits[0].topk(min(KEPT, logits.shape[-1])))
+            logits = self.target.verify(chain_tree([root]), state).logits
+            self.target.commit([0], state)
 
     def gap(self, position: int, token: int) -> float:
         """The best logit minus that of `token`; at least the distance to the last one kept."""

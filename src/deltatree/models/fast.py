@@ -84,7 +84,8 @@ class FastTarget:
     def new_state(self) -> StaticState:
         """Buffers of a generation that has ended, or new ones; graphs stay with the buffers."""
         if self._free:
-            buffers = self._free.pop()
+            buffers = max(self._free, key=lambda free: len(free.graphs))  # so that little is captured again
+            self._free.remove(buffers)
         else:
             with torch.inference_mode():
                 buffers = StaticBuffers(
