@@ -9,6 +9,7 @@ os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="deltatree-tests-")  # what test
 
 import pytest
 import torch
+from targets import fast_target, reference_target
 from tiny import tiny_model
 
 torch.set_num_threads(1)
@@ -24,19 +25,6 @@ def hybrid():
 def attention_moe():
     """The tiny attention-only mixture of experts of the Qwen3-MoE shape."""
     return tiny_model("qwen3_moe")
-
-
-def fast_target(model, taps=()):
-    """The fast target with few buckets, so that trees are padded; on a CPU its steps run uncaptured."""
-    from deltatree.models import FastTarget, ReferenceTarget
-
-    return FastTarget(ReferenceTarget(model, taps), context_length=2048, buckets=(1, 3, 9, 24, 70, 201))
-
-
-def reference_target(model, taps=()):
-    from deltatree.models import ReferenceTarget
-
-    return ReferenceTarget(model, taps)
 
 
 @pytest.fixture(params=[reference_target, fast_target], ids=["reference", "fast"])

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import fast_target
+from targets import fast_target
 from tiny import ARCHITECTURES, VOCAB, full_logits, tiny_model
 
 from deltatree.models.lock_step import LockStep, bytes_per_sequence, most_sequences

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import fast_target, reference_target
+from targets import fast_target, reference_target
 from tiny import ARCHITECTURES, plain_greedy, tiny_model
 
 from deltatree.transitions import write_self_text

@@ -30,12 +30,14 @@ from deltatree.kernels.gated_delta.reference import DeltaStash, Gates, PendingCo
 from deltatree.kernels.gated_delta.wide import launch_wide
 
 MOST_UNROLLED = 32  # deepest trees whose sweeps are unrolled
+LEAN = {"KIND": "lean", "LATE": True, "TOGETHER": True, "STATE_PARTS": 2, "SOLVE_WARPS": 2}
+SMALL_READS = {"READ_V": 16, "ROWS": 32, "READ_WARPS": 2}  # twice the programs, half of the work in each
 # How a tree is launched, by value heads of all sequences and by its nodes: the first row and the first entry that reach
 # decide. KIND "one" is the kernel of this file, "wide" and "lean" those of the files of that name; what else an entry
 # holds overrides their sizes. Measured on an H200 (results/kernels-h200).
 LAUNCHES = (
-    (40, ((32, {"KIND": "one"}), (math.inf, {"KIND": "lean"}))),
-    (math.inf, ((16, {"KIND": "one"}), (32, {"KIND": "wide"}), (math.inf, {"KIND": "lean"}))),
+    (40, ((32, {"KIND": "one"}), (math.inf, LEAN | SMALL_READS))),
+    (math.inf, ((16, {"KIND": "one"}), (32, {"KIND": "wide"}), (128, LEAN), (math.inf, LEAN | SMALL_READS))),
 )
 
 
