@@ -17,6 +17,7 @@ import pytest
 import torch
 from bench_doubles import PLAN, SAMPLES, TableTarget, table_drafter, table_pair
 
+import deltatree
 from deltatree import Pair
 from deltatree.bench import Record, Sample, read_records, run_bench, summarise, summary
 from deltatree.bench.records import records_file
@@ -96,6 +97,25 @@ def test_B59_each_sample_starts_with_another_arm_after_all_were_warmed_up():
 def test_B59_slow_first_calls_of_every_width_are_not_counted():
     run = run_bench(table_pair(TableTarget({"first": 0.25})), SAMPLES[:2], replace(PLAN, noise_samples=0))
     assert max(record.decode_seconds for record in run.records) < 0.2
+
+
+def test_B59_all_that_budget_auto_may_choose_is_captured_before_anything_counts(monkeypatch):
+    """Also where noise and near ties are looked at, which takes states of its own."""
+    from deltatree.bench import harness
+
+    pair = deltatree.load("shipped", backend="fast", device="cpu", context_length=400)
+    pair.target.node_buckets = (1, 8, 16, 32, 65)
+    captured, warm_up = [], harness._Bench._warm_up
+    parts = pair.target, pair.drafter
+    monkeypatch.setattr(
+        harness._Bench, "_warm_up", lambda self: (warm_up(self), captured.append(sum(p.num_captured for p in parts)))
+    )
+    monkeypatch.setattr(harness, "first_divergence", lambda plain, token_ids: plain.best(0) and None)
+    plan = replace(PLAN, budgets=(7, "auto"), max_new_tokens=24, noise_samples=1)
+    samples = [Sample(str(number), "demo", (text,)) for number, text in enumerate(("What is 2 + 3?", "Say hello."))]
+    run = run_bench(pair, samples, plan)
+    assert captured == [sum(p.num_captured for p in parts)]
+    assert {record.verdict for record in run.records} == {"identical"}
 
 
 def test_B59_the_device_is_waited_for_at_both_ends(monkeypatch):

@@ -146,7 +146,7 @@ def _speedups(ax: Axes, runs: list[ChartRun], styles: dict, inches: float, legen
                 used[arm_of(group)] = Patch(facecolor=colour, hatch=hatch, edgecolor=INK, label=_arm_label(group))
             ticks.append(left + (len(groups) - 1) / 2)
             plain = run.groups(name)[0]["tokens_per_second"]["token_weighted"]
-            speed = f"plain: {plain:,.3g} tokens/s" if plain else "plain: nothing decoded"
+            speed = f"plain: {plain:,.{0 if plain >= 100 else 1}f} tokens/s" if plain else "plain: nothing decoded"
             labels.append("\n".join([name, *([_short(run.tag, 24)] if len(runs) > 1 else []), speed]))
             left += len(groups) + 0.7
     ax.axhline(1, color=INK, linestyle="--", linewidth=1, zorder=1.5)
