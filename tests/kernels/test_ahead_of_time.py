@@ -205,7 +205,6 @@ def test_the_step_of_one_token_compiles(capability, dtype, monkeypatch):
 def test_attention_compiles_in_deeper_blocks(capability, nodes, shares, monkeypatch):
     """Chips of 220 KB of shared memory and more; the second time with shares that reach over two heads."""
     monkeypatch.setattr(attention, "_shared_bytes", lambda device: SHARED_BYTES[capability])
-    monkeypatch.setattr(attention, "DEEPER", True)
     q, cache = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((1, 24, nodes, 256), (1, 4, 512, 256)))
     seen, length = torch.ones(nodes, nodes, dtype=torch.uint8).tril(), torch.zeros(1, dtype=torch.int32)
     for kernel, args, options in attention_launches(q, cache, seen, length, monkeypatch, shares):

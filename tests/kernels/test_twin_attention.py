@@ -141,14 +141,14 @@ def test_a_gate_of_a_wide_projection(dtype, tolerance, shares):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
-@pytest.mark.parametrize("deeper", [False, True])
+@pytest.mark.parametrize("shared_bytes", [166_000, 232_000])
 @pytest.mark.parametrize(
     ("nodes", "heads"),
     [(1, (16, 2)), (8, (16, 2)), (16, (16, 2)), (17, (16, 2)), (256, (16, 2)), (1, (24, 4)), (256, (24, 4))],
 )
-def test_both_tables_of_blocks_at_model_size(nodes, heads, deeper, monkeypatch):
+def test_both_tables_of_blocks_at_model_size(nodes, heads, shared_bytes, monkeypatch):
     """Texts that fill no block, one, and every share of the chip, in buffers of 32k rows, in bfloat16."""
-    monkeypatch.setattr("deltatree.kernels.attention.triton.DEEPER", deeper)
+    monkeypatch.setattr("deltatree.kernels.attention.triton._shared_bytes", lambda device: shared_bytes)
     for length in (0, 63, 1024, 30001):
         tensors, options = attention_case(
             make_tree("wide", nodes, 3, max_depth=15),

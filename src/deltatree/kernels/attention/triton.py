@@ -21,8 +21,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from deltatree.kernels.chaining import chaining
 from deltatree.kernels.fetch import fetch_ahead
 
-DEEPER = True  # whether heads of 256 are read in `deeper_blocks`
-
 
 @triton.jit
 def _cut(length, N, heads, shares, WINDOW: tl.constexpr, BLOCK_KEYS: tl.constexpr):
@@ -248,8 +246,7 @@ def block_sizes(rows: int, head_dim: int, itemsize: int, shared_bytes: int) -> d
     sizes = {"BLOCK_M": block_m, "BLOCK_KEYS": 64, "num_warps": 8 if rows > 64 else 4}
     if head_dim <= 128:
         return sizes | {"num_stages": 3}
-    deeper = DEEPER and shared_bytes >= 220_000
-    return sizes | {"num_stages": 2} | (deeper_blocks(rows) if deeper else {})
+    return sizes | {"num_stages": 2} | (deeper_blocks(rows) if shared_bytes >= 220_000 else {})
 
 
 def deeper_blocks(rows: int) -> dict[str, int]:
