@@ -68,7 +68,7 @@ def lines(target: FastTarget, shape: str, lengths: list[int], rules: list[str]):
     tokens = torch.randint(target.vocab_size, (max(lengths),), generator=generator).tolist()
     of_first: dict[int, torch.Tensor] = {}
     for name in rules:
-        target.reference.chain_rule = chain_rule(name, target.device, target.dtype)
+        target.reference.chain_rule = chain_rule(name, target.device)
         began = time.perf_counter()
         seconds_of(target, tokens[:200])
         yield {

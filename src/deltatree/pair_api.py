@@ -344,7 +344,7 @@ def load(
     dtype: str | torch.dtype | None = None,
     backend: str | None = None,
     context_length: int | None = None,
-    prefill: str = "auto",
+    prefill: str = "own",
 ) -> Pair:
     """Load a target and its drafter.
 
@@ -355,8 +355,8 @@ def load(
         "fast-host" (the same, and every round passes through the host), or "reference" (the Transformers model, the default
         elsewhere and wherever the fast one does not cover a model, which a warning then says)
     context_length: tokens of prompt and answer that the fast backend keeps room for, by default 32,768 or the model's own
-    prefill: what takes recurrent layers through a prompt: "auto" (flash-linear-attention's kernels if it is installed, on a GPU
-        in 16 bits), "fla", or "own"; all methods of a pair start from the same numbers
+    prefill: what takes recurrent layers through a prompt: "own", or "fla" (flash-linear-attention's chunk kernels, which
+        are tuned for minutes in every process); all methods of a pair start from the same numbers
     Configs are judged before weights are read. Raises CheckpointError, ArchitectureError, MismatchError, OptionError.
     """
     from deltatree.drafter.dialects import check_pair, read_drafter_config
@@ -381,7 +381,7 @@ def load(
 
     check_backend(backend, context_length)
     device, torch_dtype = place(device, dtype)
-    chain_rule(prefill, torch.device(device), torch_dtype)  # refused before anything loads
+    chain_rule(prefill, torch.device(device))  # refused before anything loads
     taps = drafter_config.taps if drafter_config else ()
     tokenizer = load_tokenizer(target_config.folder)
     loaded = load_target(target_config, taps=taps, device=device, dtype=torch_dtype, prefill=prefill)

@@ -51,7 +51,7 @@ def load_target(
     taps: tuple[int, ...] = (),
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
-    prefill: str = "auto",
+    prefill: str = "own",
 ) -> ReferenceTarget:
     """Load the weights and open the model to trees.
 

@@ -54,7 +54,7 @@ class ReferenceTarget:
     for a tap that the model does not have; OptionError for a rule that cannot run.
     """
 
-    def __init__(self, model: nn.Module, taps: tuple[int, ...] = (), *, prefill: str = "auto") -> None:
+    def __init__(self, model: nn.Module, taps: tuple[int, ...] = (), *, prefill: str = "own") -> None:
         self.model = model
         self.text = text_model_of(model)
         self.config = self.text.config
@@ -64,7 +64,7 @@ class ReferenceTarget:
         self.context_length = self.config.max_position_embeddings
         self.taps = taps
         self._check(taps)
-        self.chain_rule = chain_rule(prefill, self.device, self.dtype)
+        self.chain_rule = chain_rule(prefill, self.device)
         self._has_prefilled = False
         for layer, kind in zip(self.text.layers, self.layer_kinds, strict=False):
             if kind == "linear_attention":

@@ -12,7 +12,6 @@ arXiv:2412.06464. `fla_chain` is the same over the kernels of flash-linear-atten
 from __future__ import annotations
 
 import importlib.util
-import warnings
 from collections.abc import Callable
 
 import torch
@@ -23,40 +22,33 @@ from deltatree.errors import OptionError
 from deltatree.kernels.gated_delta.reference import l2_normalise
 
 CHUNK = 64  # tokens that are solved at once; the work of one solve grows with its square
-PREFILL_RULES = ("auto", "own", "fla")
-AUTO_TAKES_FLA = True  # where it is installed and suits; False: "auto" is "own" everywhere
+PREFILL_RULES = ("own", "fla")
 
 ChainRule = Callable[..., tuple[Tensor, Tensor]]
 """What `own_chain` and `fla_chain` are."""
 
 
-def chain_rule(name: str, device: torch.device, dtype: torch.dtype) -> ChainRule:
+def chain_rule(name: str, device: torch.device) -> ChainRule:
     """The rule that prefill goes by. It may differ from another in the last digits, so one target keeps one rule.
 
-    name: "own"; "fla" (flash-linear-attention, where tensors are on a GPU); or "auto": fla for 16-bit weights if it is
-        installed, because its products of float32 numbers are TF32
-    Raises OptionError for another name, and for "fla" where it is not installed.
+    name: "own", or "fla" for flash-linear-attention's chunk kernels, where tensors are on a GPU. These have to be asked for:
+        they are tuned anew in every process, for minutes on an H200, and their products of float32 numbers are TF32
+    Raises OptionError for another name, and for "fla" where it cannot be imported.
     """
     if name not in PREFILL_RULES:
         raise OptionError(f"prefill={name!r} is not known; possible are {', '.join(PREFILL_RULES)}")
-    installed = importlib.util.find_spec("fla") is not None
-    if name == "fla" and not installed:
+    if name == "own":
+        return own_chain
+    if importlib.util.find_spec("fla") is None:
         raise OptionError(
             "prefill='fla' needs flash-linear-attention; pip install flash-linear-attention, or leave it out"
         )
-    suits = AUTO_TAKES_FLA and installed and dtype in (torch.bfloat16, torch.float16)
-    wanted = name == "fla" or (name == "auto" and suits)
-    if not wanted or device.type != "cuda":  # its kernels die on a CPU's tensors
+    if device.type != "cuda":  # its kernels die on a CPU's tensors
         return own_chain
     try:
         import fla.ops.gated_delta_rule  # noqa: F401
     except Exception as error:
-        if name == "fla":
-            raise OptionError(
-                f"flash-linear-attention cannot be imported ({error}); leave prefill='fla' out"
-            ) from error
-        warnings.warn(f"prefill takes its own rule: importing fla failed ({error})", RuntimeWarning, stacklevel=2)
-        return own_chain
+        raise OptionError(f"flash-linear-attention cannot be imported ({error}); leave prefill='fla' out") from error
     return fla_chain
 
 
