@@ -43,21 +43,14 @@ MATRIX_RATE = 790e12  # bfloat16 operations a second
 
 TARGETS_US = {(32, 16): 8, (32, 64): 18, (32, 128): 32, (48, 16): 11, (48, 64): 24, (48, 128): 42}
 KINDS = {"one": "one launch", "wide": "two launches", "lean": "three launches"}  # of the recurrence
-LEAN = {"KIND": "lean"}
-LATE = LEAN | {"LATE": True}
-TOGETHER = LATE | {"TOGETHER": True}
-FEWER = TOGETHER | {"STATE_PARTS": 2, "SOLVE_WARPS": 2}
-MANY_NODES = {  # measured side by side for trees of many nodes, and what is changed in each
-    "three launches": LEAN,
-    "late": LATE,  # one launch after another
-    "late, together": TOGETHER,
-    "late, together, fewer": FEWER,
-    "late, together, fewer, small reads": FEWER | {"READ_V": 16, "ROWS": 32, "READ_WARPS": 2},
-    "together, fewer": FEWER | {"LATE": False},
+MANY_NODES = {  # launches measured side by side for trees of many nodes
+    "three launches": {"KIND": "lean"},
+    "late, together, fewer": delta.LEAN,
+    "late, together, fewer, small reads": delta.LEAN | delta.SMALL_READS,
 }
-CANDIDATES = {  # the same by the nodes of a tree, where it is not that alone
+CANDIDATES = {  # the same by the nodes of a tree, where it is not that
     16: {"one launch": {"KIND": "one"}},
-    32: {"one launch": {"KIND": "one"}, "two launches": {"KIND": "wide"}, "three launches": LEAN},
+    32: {"one launch": {"KIND": "one"}, "two launches": {"KIND": "wide"}, "three launches": {"KIND": "lean"}},
 }
 LAUNCHES_ALONE = {"wide": ("prepare", "solve"), "lean": ("read", "pair", "solve")}
 
@@ -152,7 +145,7 @@ def sizes_of(kind: str, nodes: int) -> dict[str, int | str | bool]:
 
 
 def candidates() -> Iterator[dict]:
-    """The kinds of launch of the recurrence side by side, for trees of more than 32 nodes."""
+    """The launches of the recurrence side by side, for trees of more than 32 nodes."""
     yield from recurrence(sizes=(128, 64, 256), only_candidates=True)
 
 
@@ -268,20 +261,16 @@ def recurrence(sizes: tuple[int, ...] = (16, 32, 64, 128, 256), only_candidates:
 
 
 CONTEXTS = ((1024, 32768), (1024, 1024), (8192, 32768), (32768, 32768), (131072, 131072))  # text, rows of the buffers
+TWO_STAGES = {"BLOCK_KEYS": 64, "num_stages": 2, "AHEAD": 0}
 BLOCKS = {  # of tree attention, by the most query rows of a key head, to be measured beside `block_sizes`
     16: {
-        "four stages": {"num_stages": 4},
-        "32 keys, six stages": {"BLOCK_KEYS": 32, "num_stages": 6},
-        "32 keys, three stages, two programs a processor": {"BLOCK_KEYS": 32, "num_stages": 3, "residents": 2},
+        "64 keys, two stages": TWO_STAGES,
+        "32 keys, three stages, two programs a processor": {"num_stages": 3, "residents": 2},
     },
-    128: {
-        "32 keys, four stages": {"BLOCK_KEYS": 32, "num_stages": 4},
-        "asked for one block ahead": {"AHEAD": 1},
-        "not asked for before the kernel ahead is done": {"FETCH": False},
-    },
+    128: {"64 keys, two stages": TWO_STAGES, "asked for one block ahead": TWO_STAGES | {"AHEAD": 1}},
     4096: {
-        "asked for one block ahead": {"AHEAD": 1},
-        "32 keys, four stages": {"BLOCK_KEYS": 32, "num_stages": 4},
+        "64 keys, two stages": TWO_STAGES,
+        "32 keys, four stages": {"BLOCK_KEYS": 32, "num_stages": 4, "AHEAD": 0},
     },
 }
 

@@ -1,6 +1,6 @@
 """Prefill of the fast target at published shapes with random weights, as JSON lines: seconds, tokens/s, peak memory.
 
-    python benchmarks/prefill.py --shape qwen3.6-35b-a3b --out results/prefill-h200/qwen3.6-35b-a3b.jsonl
+    python benchmarks/prefill.py --shape qwen3.6-35b-a3b --out results/latency-h200/prefill.jsonl
 
 One line for each prompt length and rule of the recurrent layers: `own`, and `fla` where flash-linear-attention is installed.
 Seconds are those of the faster of two prompts after a short one that compiles; `first_seconds` is the first prompt of that

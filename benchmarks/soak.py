@@ -251,7 +251,7 @@ def main() -> int:
     parser.add_argument("--target", default="shipped")
     parser.add_argument("--drafter")
     parser.add_argument("--device")
-    parser.add_argument("--backend", help="fast or reference; by default as the device wants it")
+    parser.add_argument("--backend", help="fast, fast-host or reference; by default as the device wants it")
     parser.add_argument("--dtype", help="float32 by default, in which texts must be identical")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="folder for requests.jsonl and verdict.json")
