@@ -32,7 +32,6 @@ from deltatree.kernels.gated_delta import DeltaStash, PendingCommit
 from deltatree.kernels.gated_delta import reference as delta_truth
 from deltatree.kernels.gated_delta import triton as delta
 from deltatree.kernels.gated_delta.lean import lean_sizes
-from deltatree.kernels.gated_delta.wide import wide_sizes
 
 LAYERS = 40
 PATH = 16  # tokens committed with every call
@@ -42,17 +41,15 @@ BANDWIDTH = 4.2e12  # bytes a second
 MATRIX_RATE = 790e12  # bfloat16 operations a second
 
 TARGETS_US = {(32, 16): 8, (32, 64): 18, (32, 128): 32, (48, 16): 11, (48, 64): 24, (48, 128): 42}
-KINDS = {"one": "one launch", "wide": "two launches", "lean": "three launches"}  # of the recurrence
+KINDS = {"one": "one launch", "lean": "three launches"}  # of the recurrence
 MANY_NODES = {  # launches measured side by side for trees of many nodes
-    "three launches": {"KIND": "lean"},
-    "late, together, fewer": delta.LEAN,
-    "late, together, fewer, small reads": delta.LEAN | delta.SMALL_READS,
+    "three launches": delta.LEAN,
+    "three launches, small reads": delta.LEAN | delta.SMALL_READS,
 }
 CANDIDATES = {  # the same by the nodes of a tree, where it is not that
     16: {"one launch": {"KIND": "one"}},
-    32: {"one launch": {"KIND": "one"}, "two launches": {"KIND": "wide"}, "three launches": {"KIND": "lean"}},
+    32: {"one launch": {"KIND": "one"}} | MANY_NODES,
 }
-LAUNCHES_ALONE = {"wide": ("prepare", "solve"), "lean": ("read", "pair", "solve")}
 
 
 def graph_us(calls: list[Callable[[], object]], replays: int = 20) -> float:
@@ -141,7 +138,7 @@ def delta_inputs(nodes: int, heads: int, key_heads: int = 16) -> dict[str, Tenso
 def sizes_of(kind: str, nodes: int) -> dict[str, int | str | bool]:
     if kind == "one":
         return delta.block_sizes(nodes, KEY_DIM, VALUE_DIM, torch.bfloat16, DEPTH)
-    return (wide_sizes if kind == "wide" else lean_sizes)(nodes, VALUE_DIM, torch.bfloat16)
+    return lean_sizes(nodes, VALUE_DIM, torch.bfloat16)
 
 
 def candidates() -> Iterator[dict]:
@@ -208,11 +205,6 @@ def recurrence(sizes: tuple[int, ...] = (16, 32, 64, 128, 256), only_candidates:
                     "floor_us": moved / BANDWIDTH * 1e6,
                     "stash_bytes_per_node": one["new"].bytes_per_node,
                 }
-                if kind in LAUNCHES_ALONE:
-                    record["us_alone"] = {
-                        part: graph_us([call(layer, **launch, ONLY=part) for layer in layers])
-                        for part in LAUNCHES_ALONE[kind]
-                    }
                 yield record
                 if record["chosen"] or best is None:
                     best = record

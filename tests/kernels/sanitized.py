@@ -31,13 +31,11 @@ for nodes, max_depth, dtype, dims in (
         case.state, **case.inputs, max_depth=max_depth, pending=PendingCommit(stash, path), backend="triton"
     )
 
-# Every kind of launch for trees of many nodes, a path committed in it, blocks that are not full.
-changed = {"KIND": "lean", "LATE": True, "TOGETHER": True, "STATE_PARTS": 2, "SOLVE_WARPS": 2}
+# The launches for trees of many nodes, a path committed in them, blocks that are not full.
 for launch, nodes, dtype in (
-    ({"KIND": "wide"}, 70, torch.float32),
-    ({"KIND": "lean"}, 33, torch.float32),
-    ({"KIND": "lean"}, 100, torch.bfloat16),
-    (changed, 100, torch.bfloat16),
+    (gated_delta.LEAN, 33, torch.float32),
+    (gated_delta.LEAN, 100, torch.bfloat16),
+    (gated_delta.LEAN | gated_delta.SMALL_READS, 100, torch.bfloat16),
 ):
     case = delta_case(make_tree("wide", nodes, 1, max_depth=15), heads=(1, 2), dims=(128, 64), dtype=dtype)
     path = path_to(case.parents, nodes - 1).cuda()

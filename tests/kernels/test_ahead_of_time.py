@@ -17,7 +17,7 @@ from deltatree.kernels.conv import triton as conv  # noqa: E402
 from deltatree.kernels.delta_step import triton as delta_step  # noqa: E402
 from deltatree.kernels.experts import Routing  # noqa: E402
 from deltatree.kernels.experts import triton as experts  # noqa: E402
-from deltatree.kernels.gated_delta import DeltaStash, Gates, PendingCommit, lean, wide  # noqa: E402
+from deltatree.kernels.gated_delta import DeltaStash, Gates, PendingCommit, lean  # noqa: E402
 from deltatree.kernels.gated_delta import triton as delta  # noqa: E402
 from deltatree.kernels.linear import triton as linear  # noqa: E402
 from deltatree.kernels.transition_tree import triton as transition_tree  # noqa: E402
@@ -92,7 +92,6 @@ def all_launches(monkeypatch):
     q = empty(1, 16, nodes, 256, dtype=bf16)
     return [
         *launches_of(delta, "_tree_gated_delta_kernel", lambda: recur(32, KIND="one"), monkeypatch),
-        *wide_launches(recur, monkeypatch),
         *lean_launches(recur, monkeypatch),
         *launches_of(delta, "_commit_kernel", lambda: delta.commit_gated_delta(state, stash, path, length=length), monkeypatch),
         *launches_of(
@@ -135,18 +134,6 @@ def round_launches(dtype, monkeypatch) -> list:
     return launches
 
 
-def wide_launches(recur, monkeypatch) -> list:
-    """Both launches for trees whose solve is one panel, and for one that takes two."""
-    launches = []
-    for nodes in (64, 160):
-        solve, solved = wide._solve_kernel, Recorder()
-        with monkeypatch.context() as patch:
-            patch.setattr(wide, "_solve_kernel", solved)
-            launches += launches_of(wide, "_prepare_kernel", lambda nodes=nodes: recur(nodes, KIND="wide"), monkeypatch)
-        launches += [(solve, args, options) for args, options in solved.launches]
-    return launches
-
-
 def lean_launches(recur, monkeypatch) -> list:
     """The three launches for trees of many nodes, as bfloat16 inputs take them."""
     names = ("_read_kernel", "_pair_kernel", "_solve_kernel")
@@ -154,8 +141,8 @@ def lean_launches(recur, monkeypatch) -> list:
     with monkeypatch.context() as patch:
         for name in names:
             patch.setattr(lean, name, recorders[name])
-        recur(160, KIND="lean")
-        recur(160, KIND="lean", LATE=True, TOGETHER=True, STATE_PARTS=2, SOLVE_WARPS=2)
+        recur(160, **delta.LEAN)
+        recur(160, **delta.LEAN, **delta.SMALL_READS)
     return [(kernels[name], *launch) for name in names for launch in recorders[name].launches]
 
 
@@ -175,7 +162,7 @@ def attention_launches(q, cache, seen, length, monkeypatch, shares: int = 16) ->
 def test_every_kernel_compiles(capability, monkeypatch):
     monkeypatch.setattr(attention, "_shared_bytes", lambda device: SHARED_BYTES[capability])
     launches = all_launches(monkeypatch) + round_launches(torch.float32, monkeypatch)
-    assert len(launches) == 26
+    assert len(launches) == 22
     for kernel, args, options in launches:
         compiled = compile_for(capability, kernel, args, options)
         assert compiled.asm["cubin"]

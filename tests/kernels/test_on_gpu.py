@@ -52,10 +52,10 @@ def test_float32_inputs_at_model_size():
     everything_at_model_size(gates="mixed")
 
 
-@pytest.mark.parametrize("changed", [{}, {"LATE": True, "TOGETHER": True, "STATE_PARTS": 2, "SOLVE_WARPS": 2}])
+@pytest.mark.parametrize("changed", [{}, {"READ_V": 16, "ROWS": 32, "READ_WARPS": 2}])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_lean_launches_at_model_size(dtype, changed):
-    everything_at_model_size((33, 128, 256), launch={"KIND": "lean"} | changed, dtype=dtype)
+    everything_at_model_size((17, 33, 128, 256), launch={"KIND": "lean"} | changed, dtype=dtype)
 
 
 def test_one_captured_graph_serves_every_round():

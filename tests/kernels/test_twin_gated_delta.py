@@ -134,11 +134,10 @@ def test_node_counts_at_block_edges(nodes):
     seed=st.integers(0, 2**20),
     gates=st.sampled_from(["any", "near-0", "near-1", "mixed"]),
     repeated=st.booleans(),
-    together=st.booleans(),
 )
-def test_lean_launches_agree_with_float64(parents, seed, gates, repeated, together):
+def test_lean_launches_agree_with_float64(parents, seed, gates, repeated):
     case = delta_case(parents, seed=seed, gates=gates, beta="near-1" if repeated else "any", repeated=repeated)
-    assert_same(case, launch={"KIND": "lean", "TOGETHER": together})
+    assert_same(case, launch={"KIND": "lean"})
 
 
 @pytest.mark.parametrize(
@@ -154,7 +153,6 @@ def test_lean_launches_agree_with_float64(parents, seed, gates, repeated, togeth
 def test_lean_launches_take_any_sizes(nodes, heads, dims):
     case = delta_case(make_tree("wide", nodes, 3), heads=heads, dims=dims)
     assert_same(case, launch={"KIND": "lean"})
-    assert_same(case, launch={"KIND": "lean", "TOGETHER": True})
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -173,7 +171,7 @@ def test_the_table_of_launches_reaches_every_size():
 
     for heads in (1, 32, 48, 1000):
         for nodes in (1, 16, 17, 64, 65, 256, 4096):
-            assert launch_of(heads, nodes)["KIND"] in ("one", "wide", "lean")
+            assert launch_of(heads, nodes)["KIND"] in ("one", "lean")
 
 
 @pytest.mark.parametrize(
@@ -181,12 +179,10 @@ def test_the_table_of_launches_reaches_every_size():
     [
         (33, {"KIND": "one"}),
         (65, {"KIND": "one"}),
-        (130, {"KIND": "wide", "PANEL": 2}),
-        (65, {"KIND": "wide", "PREPARE_V": 16, "SHARE": 32}),
-        (20, {"KIND": "wide"}),
+        (20, {"KIND": "lean"}),
         (70, {"KIND": "lean"}),
+        (130, {"KIND": "lean"}),
         (70, {"KIND": "lean", "READ_V": 16, "SOLVE_V": 32, "SOLVE_WARPS": 2, "ROWS": 32, "BLOCK_SUM": 32}),
-        (70, {"KIND": "lean", "TOGETHER": True, "BLOCK_SUM": 32}),
     ],
 )
 def test_every_kind_of_launch_and_its_sizes(nodes, launch):
@@ -243,7 +239,7 @@ def test_a_wrong_mask_does_not_pass(mutate, kind):
 
 @pytest.mark.parametrize(
     ("nodes", "launch"),
-    [(17, {"KIND": "one"}), (40, {"KIND": "wide"}), (40, {"KIND": "lean"}), (40, {"KIND": "lean", "TOGETHER": True})],
+    [(17, {"KIND": "one"}), (40, {"KIND": "lean"})],
 )
 def test_gates_from_raw_projections(nodes, launch):
     case = delta_case(make_tree("bushy", nodes, 6))
@@ -259,10 +255,9 @@ def test_gates_from_raw_projections(nodes, launch):
 @pytest.mark.parametrize(
     ("length", "nodes", "launch"),
     [(n, 24, {"KIND": kind}) for kind in ("one", "lean") for n in (0, 1, 2, 7, 20)]
-    + [(n, 70, {"KIND": "wide"} | share) for n in (0, 20) for share in ({}, {"SHARE": 32})],
+    + [(n, 70, {"KIND": "lean"}) for n in (0, 20)],
 )
 def test_the_pending_path_is_committed_on_the_way(length, nodes, launch):
-    """With SHARE below the number of nodes several programs commit the same tile, and the second launch writes it."""
     first, second = delta_case(make_tree("spine", 24, 7), seed=1), delta_case(make_tree("bushy", nodes, 8), seed=2)
     path = path_to(first.parents, int(ancestors_of(first.parents).sum(1).argmax()))[:length]
     _, stash = run(first)

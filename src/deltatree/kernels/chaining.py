@@ -1,7 +1,8 @@
 """Programmatic dependent launches: a kernel is set up while the one before it ends.
 
-A chained kernel begins with `gdc_wait`, before it reads anything, and then allows the next one to be set up. Since every
-chained kernel waits for the one before it, an order of launches means what it means without chaining.
+A chained kernel begins with `gdc_wait`, before it reads anything, and then allows the next one to be set up, at once or
+as its programs end. Since every chained kernel waits for the one before it, an order of launches means what it means
+without chaining.
 """
 
 from __future__ import annotations

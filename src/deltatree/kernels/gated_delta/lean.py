@@ -1,23 +1,30 @@
 """The gated delta rule over a tree of many nodes, in Triton: three launches of little code.
 
-The algebra is that of `wide`. What differs is where the work is done. Nothing is worked out twice, products that are
-needed often are the body of a loop, and every launch keeps few registers and little shared memory, so that an SM holds
-several of its programs:
+`triton` walks the blocks of a tree one after the other, each with products over K, exponentials and a solve. Of all
+that only the pseudo-values must wait for earlier blocks. So two launches do the rest for all blocks at once, and the
+third walks with small products only:
 
     first     tiles of the state: commit the pending path; K S0 and Q S0 of raw keys and queries
               blocks of one key head: norms, stash entry k, G as two sums and the depths
     second    diagonal blocks of one value head: Y_rr and (I + X_rr)^-1, whose products are one loop
               pairs of blocks of one key head: k_i . k_j and q_i . k_j once, then the gates of each of its value heads
-    third     [N, BLOCK_V] of one value head: pseudo-values and outputs
+    third     [N, BLOCK_V] of one value head, block r after block r:
+              u_r = (I + X_rr)^-1 (rhs_r - sum over earlier blocks j of X_rj u_j)
+              out_r = (diag(exp G) Q S0)_r + sum of Y_rj u_j    where rhs_r = (diag(beta) (V - diag(exp G) K S0))_r
 
-Off the diagonal the tiles of X and Y hold exp(G_i - G_j) and the raw products only. The norms and betas are factors of
-rows and columns, and the third launch applies them to its vectors. It solves block after block in a loop,
+X_ij = beta_i exp(G_i - G_j) (k_i . k_j) and Y_ij = exp(G_i - G_j) (q_i . k_j), where j is an ancestor of i, or in Y
+also i itself. Off the diagonal their tiles hold the exponentials and raw products only: the norms and betas are factors
+of rows and columns, and the third launch applies them to its vectors. It fetches tiles and earlier pseudo-values ahead.
 
-    u_r = (I + X_rr)^-1 (rhs_r - sum over earlier blocks j of X_rj u_j)     out_r = (diag(exp G) Q S0)_r + sum of Y_rj u_j
+Nothing is worked out twice, products that are needed often are the body of a loop, and every launch keeps few registers
+and little shared memory, so that an SM holds several of its programs. A launch lets the next one begin as its programs
+end, not as they begin: that one's programs then find all SMs free, and none takes more of them than its share.
 
-and fetches tiles and earlier pseudo-values ahead. Where inputs are bfloat16 all of them are stored as two bfloat16
-tiles that add up to 16 bits, split once by whoever writes them.
-No product has more than 32 rows (see `wide`), but for the commit's.
+Scratch between the launches stays in the L2 cache. With bfloat16 inputs X, Y and the pseudo-values read back are stored
+as two bfloat16 tiles that add up to 16 bits, split once by whoever writes them, and the state is multiplied in two as
+well; other inputs keep all of it in float32, and products are float32 to its full accuracy.
+No product has more than 32 rows: those of 64 become warp-group instructions on compute capability 9.0, which were seen
+to read outside shared memory. (The commit's has K rows, and has always been right.)
 """
 
 from __future__ import annotations
@@ -26,7 +33,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 from deltatree.kernels.chaining import chaining
 from deltatree.kernels.gated_delta.parts import EXACT, _committed, _committed_long, _gate, _split3, path_block
@@ -79,7 +86,7 @@ def _state_tile(
     spath, okb, okn, okh, okk, oub, oun, ouh, ouv, ogb, ogn, ogh,
     HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PATH: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr, BLOCK_PATH: tl.constexpr,
-    PENDING: tl.constexpr, SPLIT: tl.constexpr, STATE_PARTS: tl.constexpr,
+    PENDING: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """The state's part in all nodes: a tile of the state, the path committed, times raw keys and queries."""
     v_tiles: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
@@ -109,8 +116,8 @@ def _state_tile(
             )  # fmt: skip
         tl.store(where_state, s, mask=inside & (length > 0))
     if SPLIT:
-        high, less_middle, less_low = _split3(s)  # a part that nobody uses is not worked out
-        less_middle, less_low = -less_middle, -less_low
+        high, middle, _ = _split3(s)  # 16 bits: enough for inputs that have 8
+        less_middle = -middle
     q += b * sqb + hk * sqh
     k += b * skb + hk * skh
     carried += head * N * V
@@ -124,9 +131,6 @@ def _state_tile(
         if SPLIT:  # the inputs as they are, exact; subtracted, not accumulated: short chains side by side
             found = tl.dot(keys, high) - tl.dot(keys, less_middle)
             outputs = tl.dot(queries, high) - tl.dot(queries, less_middle)
-            if STATE_PARTS == 3:
-                found -= tl.dot(keys, less_low)
-                outputs -= tl.dot(queries, less_low)
         else:
             found = tl.dot(keys.to(tl.float32), s, input_precision=EXACT)
             outputs = tl.dot(queries.to(tl.float32), s, input_precision=EXACT)
@@ -138,46 +142,16 @@ def _state_tile(
 
 @triton.jit
 def _totals(
-    ancestors, g, block, N, sai, saj, sgn, a_log, dt_bias,
-    RAW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SUM: tl.constexpr, NARROW: tl.constexpr,
-):  # fmt: skip
-    """Sums of a block's nodes over their ancestors: of log decays, as multiples of 1/64 and the rest, and the count.
-
-    One product for all: ancestors as ones, and columns that hold the two summands in bfloat16 parts, and a one. The
-    multiples of 1/64 sum without rounding, so a difference of two long sums keeps the accuracy of its own size.
-    """
-    rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    column = tl.arange(0, 16)[None, :]
-    sums = tl.zeros([BLOCK_N, 16], tl.float32)
-    for start in range(0, (block + 1) * BLOCK_N, BLOCK_SUM):
-        cols = start + tl.arange(0, BLOCK_SUM)
-        inside = (rows < N)[:, None] & (cols < N)[None, :]
-        seen = tl.load(ancestors + rows[:, None] * sai + cols[None, :] * saj, mask=inside, other=0)
-        gate = _gate(tl.load(g + cols.to(tl.int64) * sgn, mask=cols < N, other=0.0).to(tl.float32), RAW, a_log, dt_bias)
-        steps = tl.floor(gate * 64.0 + 0.5) * 0.015625
-        coarse, coarse_low = _two_parts(steps)
-        fine, fine_low = _two_parts(gate - steps)
-        parts = tl.where(column == 0, coarse[:, None], tl.where(column == 1, coarse_low[:, None], 0.0))
-        parts = tl.where(column == 2, fine[:, None], tl.where(column == 3, fine_low[:, None], parts))
-        parts = tl.where(column == 4, 1.0, parts)
-        ones = tl.where(seen != 0, 1.0, 0.0)
-        if NARROW:
-            sums = tl.dot(ones.to(tl.bfloat16), parts.to(tl.bfloat16), sums)
-        else:
-            sums = tl.dot(ones, parts, sums, input_precision=EXACT)
-    coarse = tl.sum(tl.where(column < 2, sums, 0.0), 1)
-    fine = tl.sum(tl.where((column == 2) | (column == 3), sums, 0.0), 1)
-    return coarse, fine, tl.sum(tl.where(column == 4, sums, 0.0), 1).to(tl.int32)
-
-
-@triton.jit
-def _totals_together(
     ancestors, g, block, N, sai, saj, sgn, sgh, a_log, dt_bias,
     GROUP: tl.constexpr, RAW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SUM: tl.constexpr, NARROW: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The same for GROUP value heads at once: column 3 i is the sum of multiples of 1/64 of the ith, 3 i + 1 that of
-    the rest, 3 i + 2 the count. g, a_log, dt_bias point at the first."""
+    """Sums of a block's nodes over their ancestors, for the GROUP value heads of one key head: column 3 i is that of
+    the ith's log decays as multiples of 1/64, 3 i + 1 that of the rest, 3 i + 2 the count.
+
+    One product for all: ancestors as ones, and the summands in two parts. Multiples of 1/64 sum without rounding, so a
+    difference of two long sums keeps the accuracy of its own size. g, a_log, dt_bias point at the first value head.
+    """
     rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
     column = tl.arange(0, COLUMNS)
     head, part = column // 3, (column % 3)[None, :]
@@ -242,7 +216,7 @@ def _node_factors(
     which, q, k, log_decay, ancestors, new_k, new_g, factors, sums, a_log, dt_bias, N, scale, key_heads, heads,
     sqb, sqn, sqh, sqk, skb, skn, skh, skk, sgb, sgn, sgh, sai, saj, nkb, nkn, nkh, nkk, ngb, ngn, ngh,
     HK: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_SUM: tl.constexpr, RAW: tl.constexpr, NARROW: tl.constexpr, TOGETHER: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK_SUM: tl.constexpr, RAW: tl.constexpr, NARROW: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Of one key head and one block of nodes: the factors that normalise keys and queries, the stash's keys, and the
     sums of log decays and the count of ancestors for each of its value heads."""
@@ -258,43 +232,24 @@ def _node_factors(
     keys = tl.load(k + b * skb + hk * skh + rows[:, None] * skn + ok[None, :] * skk, mask=inside, other=0.0)
     queries = tl.load(q + b * sqb + hk * sqh + rows[:, None] * sqn + ok[None, :] * sqk, mask=inside, other=0.0)
     first = hk * GROUP
-    if TOGETHER:  # while keys and queries are on their way
-        found = _totals_together(
-            ancestors, log_decay + b * sgb + first * sgh, block, N, sai, saj, sgn, sgh,
-            a_log + first if RAW else a_log, dt_bias + first if RAW else dt_bias,
-            GROUP, RAW, BLOCK_N, BLOCK_SUM, NARROW, COLUMNS,
-        )  # fmt: skip
+    found = _totals(  # while keys and queries are on their way
+        ancestors, log_decay + b * sgb + first * sgh, block, N, sai, saj, sgn, sgh,
+        a_log + first if RAW else a_log, dt_bias + first if RAW else dt_bias,
+        GROUP, RAW, BLOCK_N, BLOCK_SUM, NARROW, COLUMNS,
+    )  # fmt: skip
     keys, queries = keys.to(tl.float32), queries.to(tl.float32)
     norm = tl.rsqrt(tl.sum(keys * keys, 1) + 1e-6)
     tl.store(new_k + b * nkb + hk * nkh + rows[:, None] * nkn + ok[None, :] * nkk, keys * norm[:, None], mask=inside)
     tl.store(factors + head * N + rows, norm, mask=mn)
     norm = tl.rsqrt(tl.sum(queries * queries, 1) + 1e-6) * scale
     tl.store(factors + (key_heads + head) * N + rows, norm, mask=mn)
-    if TOGETHER:
-        column = tl.arange(0, COLUMNS)
-        which_sum, of_head = (column % 3).to(tl.int64), column // 3
-        where = sums + (which_sum * heads + head * GROUP + of_head)[None, :] * N + rows[:, None]
-        tl.store(where, found, mask=mn[:, None] & (of_head < GROUP)[None, :])
-        for i in tl.static_range(GROUP):
-            whole = tl.sum(tl.where(((of_head == i) & (which_sum < 2))[None, :], found, 0.0), 1)
-            tl.store(new_g + b * ngb + (first + i) * ngh + rows * ngn, whole, mask=mn)
-    else:
-        for i in range(0, GROUP):
-            hv = first + i
-            decay_scale = 0.0
-            decay_shift = 0.0
-            if RAW:
-                decay_scale = tl.load(a_log + hv).to(tl.float32)
-                decay_shift = tl.load(dt_bias + hv).to(tl.float32)
-            coarse, fine, count = _totals(
-                ancestors, log_decay + b * sgb + hv * sgh, block, N, sai, saj, sgn, decay_scale, decay_shift,
-                RAW, BLOCK_N, BLOCK_SUM, NARROW,
-            )  # fmt: skip
-            tl.store(new_g + b * ngb + hv * ngh + rows * ngn, coarse + fine, mask=mn)
-            where = sums + (head * GROUP + i) * N + rows
-            tl.store(where, coarse, mask=mn)
-            tl.store(where + tl.cast(heads, tl.int64) * N, fine, mask=mn)
-            tl.store(where + 2 * tl.cast(heads, tl.int64) * N, count, mask=mn)
+    column = tl.arange(0, COLUMNS)
+    which_sum, of_head = (column % 3).to(tl.int64), column // 3
+    where = sums + (which_sum * heads + head * GROUP + of_head)[None, :] * N + rows[:, None]
+    tl.store(where, found, mask=mn[:, None] & (of_head < GROUP)[None, :])
+    for i in tl.static_range(GROUP):
+        whole = tl.sum(tl.where(((of_head == i) & (which_sum < 2))[None, :], found, 0.0), 1)
+        tl.store(new_g + b * ngb + (first + i) * ngh + rows * ngn, whole, mask=mn)
 
 
 @triton.jit
@@ -306,28 +261,25 @@ def _read_kernel(
     HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PATH: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_PATH: tl.constexpr, BLOCK_SUM: tl.constexpr, RAW: tl.constexpr, PENDING: tl.constexpr,
-    SPLIT: tl.constexpr, STATE_PARTS: tl.constexpr, NARROW: tl.constexpr, TOGETHER: tl.constexpr, COLUMNS: tl.constexpr,
-    CHAINED: tl.constexpr, FOLLOWED: tl.constexpr, LATE: tl.constexpr,
+    SPLIT: tl.constexpr, NARROW: tl.constexpr, COLUMNS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """The first launch."""
     if CHAINED:  # the launch overlaps the end of the kernel before; nothing is read until that has finished
         gdc_wait()
-    if FOLLOWED and not LATE:
-        gdc_launch_dependents()
     program = tl.program_id(0)
     if program < num_small:
         _node_factors(
             program, q, k, log_decay, ancestors, new_k, new_g, factors, sums, a_log, dt_bias,
             N, scale, heads // GROUP, heads, sqb, sqn, sqh, sqk, skb, skn, skh, skk, sgb, sgn, sgh, sai, saj,
             nkb, nkn, nkh, nkk, ngb, ngn, ngh, HV // GROUP, GROUP, K, BLOCK_K, BLOCK_N, BLOCK_SUM, RAW, NARROW,
-            TOGETHER, COLUMNS,
+            COLUMNS,
         )  # fmt: skip
     else:
         _state_tile(
             program - num_small, state, q, k, carried, path, path_length, old_k, old_u, old_g, N, heads,
             ssb, ssh, ssk, ssv, sqb, sqn, sqh, sqk, skb, skn, skh, skk,
             spath, okb, okn, okh, okk, oub, oun, ouh, ouv, ogb, ogn, ogh,
-            HV, GROUP, K, V, PATH, BLOCK_K, BLOCK_V, ROWS, BLOCK_PATH, PENDING, SPLIT, STATE_PARTS,
+            HV, GROUP, K, V, PATH, BLOCK_K, BLOCK_V, ROWS, BLOCK_PATH, PENDING, SPLIT,
         )  # fmt: skip
 
 
@@ -336,15 +288,12 @@ def _pair_kernel(
     q, k, beta, ancestors, solve, read, sums, N, num_blocks, heads,
     sqb, sqn, sqh, sqk, skb, skn, skh, skk, sbb, sbn, sbh, sai, saj,
     HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
-    RAW: tl.constexpr, SPLIT: tl.constexpr, PARTS: tl.constexpr, NARROW: tl.constexpr,
-    CHAINED: tl.constexpr, FOLLOWED: tl.constexpr, LATE: tl.constexpr,
+    RAW: tl.constexpr, SPLIT: tl.constexpr, PARTS: tl.constexpr, NARROW: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """The second launch: what the nodes of block `row` find in those of block `col`; for one value head if they are
     the same block, else for all value heads of one key head."""
-    if FOLLOWED:
+    if CHAINED:
         gdc_wait()
-    if FOLLOWED and not LATE:
-        gdc_launch_dependents()
     # Blocks stand in a circle, and pairs count first by distance: the diagonal ones, which take longest, start first.
     pair = tl.program_id(1)
     distance = pair // num_blocks
@@ -424,17 +373,15 @@ def _solve_kernel(
     solve, read, carried, factors, found, v, beta, u, g, out, N, num_blocks, heads,
     svb, svn, svh, svv, sbb, sbn, sbh, sub, sun, suh, suv, sgb, sgn, sgh, sob, son, soh, sov,
     HV: tl.constexpr, GROUP: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
-    RAW: tl.constexpr, PARTS: tl.constexpr, HELD: tl.constexpr, CHAINED: tl.constexpr, FOLLOWED: tl.constexpr, LATE: tl.constexpr,
+    RAW: tl.constexpr, PARTS: tl.constexpr, HELD: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """The third launch: pseudo-values and outputs of one [N, BLOCK_V] of a value head.
 
-    Everything is transposed, [V, N]: a right-hand side is then a left factor of the next product as it lies in registers.
-    `found` keeps the pseudo-values, times the norm of their key, as later blocks of this program read them.
+    Everything is transposed, [V, N]: a right-hand side is then a left factor of the next product as it lies in
+    registers. `found` keeps the pseudo-values, times the norm of their key, as later blocks of this program read them.
     """
-    if FOLLOWED:
+    if CHAINED:
         gdc_wait()
-    if CHAINED and not LATE:
-        gdc_launch_dependents()
     head = tl.program_id(0).to(tl.int64)
     b, hv = head // HV, head % HV
     node = tl.arange(0, BLOCK_N)
@@ -516,11 +463,7 @@ def lean_sizes(num_nodes: int, value_dim: int, dtype: torch.dtype) -> dict[str, 
     READ_V, SOLVE_V: value columns of a program of the first and third launch; *_WARPS: the warps of each launch
     ROWS: nodes for which a tile of the state is multiplied at a time    BLOCK_SUM: log decays that are summed at once
     PARTS: tiles that a stored factor is made of: two of bfloat16, or one of float32
-    NARROW: products may take bfloat16    HELD: see `_held`    CHAINED, FOLLOWED: as in `wide_sizes`
-    STATE_PARTS: bfloat16 tiles of which the first launch multiplies, where inputs are bfloat16: 3 hold 24 bits, 2 hold 16
-    LATE: a launch lets the next one begin as its programs end, not as they begin: then that one's programs find all
-        multiprocessors free, and none takes more of them than its share
-    TOGETHER: log decays of all value heads of a key head are summed in one product
+    NARROW: products may take bfloat16    HELD: see `_held`
     """
     block_v = min(32, max(16, triton.next_power_of_2(value_dim)))
     native = not triton.knobs.runtime.interpret
@@ -532,16 +475,11 @@ def lean_sizes(num_nodes: int, value_dim: int, dtype: torch.dtype) -> dict[str, 
         "PAIR_WARPS": 2 if dtype == torch.bfloat16 else 4,  # float32 factors take twice the registers
         # Fewer columns than nodes of a block: only then does Triton give every warp nodes of its own.
         "SOLVE_V": 16,
-        "SOLVE_WARPS": 4,
+        "SOLVE_WARPS": 2,
         # Three bfloat16 products keep 16 bits of either factor, enough for inputs that have 8.
         "PARTS": 2 if dtype == torch.bfloat16 and native and not torch.version.hip else 1,
         "NARROW": native,
         "HELD": native and not torch.version.hip,
-        "CHAINED": False,
-        "FOLLOWED": False,
-        "STATE_PARTS": 3,
-        "LATE": False,
-        "TOGETHER": False,
     }
 
 
@@ -565,49 +503,41 @@ def launch_lean(
 ) -> None:  # fmt: skip
     """All launches; everything is as in `tree_gated_delta`, `seen` its ancestors as bytes. Scratch is allocated here.
 
-    launch: overrides of `lean_sizes`; ONLY="read", "pair" or "solve" leaves out the other launches, to measure one.
+    launch: overrides of `lean_sizes`.
     """
     batch, heads, key_dim, value_dim = state.shape
     nodes, key_heads = q.shape[1:3]
-    chained = chaining(state.device)["CHAINED"]
-    sizes = lean_sizes(nodes, value_dim, k.dtype) | {"CHAINED": chained, "FOLLOWED": chained} | launch
-    only = sizes.pop("ONLY", None)
+    sizes = lean_sizes(nodes, value_dim, k.dtype) | launch
     blocks, all_heads, all_key_heads = triton.cdiv(nodes, BLOCK_N), batch * heads, batch * key_heads
     solve, read, found, carried, factors, sums = _scratch(state, nodes, key_heads, sizes)
     old, path = (stash, None) if pending is None else (pending.stash, pending.path.to(state.device))
     block_k = max(16, triton.next_power_of_2(key_dim))
     split = q.dtype == k.dtype == torch.bfloat16 and sizes["NARROW"]
-    common = {"HV": heads, "GROUP": heads // key_heads, "BLOCK_N": BLOCK_N, "RAW": gates is not None} | {
-        name: sizes[name] for name in ("CHAINED", "FOLLOWED", "LATE")
-    }
-    following = common | ({"launch_pdl": True} if sizes["FOLLOWED"] else {})
-    if only in (None, "read"):
-        num_small = all_key_heads * blocks
-        _read_kernel[(num_small + all_heads * triton.cdiv(value_dim, sizes["READ_V"]),)](
-            state, q, k, log_decay, seen, carried, factors, sums, stash.k, stash.log_decay,
-            None if gates is None else gates.a_log, None if gates is None else gates.dt_bias,
-            path, None if pending is None else pending.length, old.k, old.u, old.log_decay,
-            nodes, num_small, all_heads, key_dim**-0.5,
-            *state.stride(), *q.stride(), *k.stride(), *log_decay.stride(),
-            *seen.stride(), *stash.k.stride(), *stash.log_decay.stride(),
-            1 if path is None else path.stride(0), *old.k.stride(), *old.u.stride(), *old.log_decay.stride(),
-            K=key_dim, V=value_dim, PATH=0 if path is None else path.numel(), BLOCK_PATH=path_block(path),
-            PENDING=pending is not None, BLOCK_K=block_k, BLOCK_V=sizes["READ_V"], ROWS=sizes["ROWS"],
-            BLOCK_SUM=sizes["BLOCK_SUM"], SPLIT=split, STATE_PARTS=sizes["STATE_PARTS"], NARROW=sizes["NARROW"],
-            TOGETHER=sizes["TOGETHER"], COLUMNS=max(16, triton.next_power_of_2(3 * heads // key_heads)),
-            num_warps=sizes["READ_WARPS"], **common, **({"launch_pdl": True} if sizes["CHAINED"] else {}),
-        )  # fmt: skip
-    if only in (None, "pair"):
-        _pair_kernel[(all_heads, blocks * (blocks + 1) // 2)](
-            q, k, beta, seen, solve, read, sums, nodes, blocks, all_heads,
-            *q.stride(), *k.stride(), *beta.stride(), *seen.stride(),
-            K=key_dim, BLOCK_K=block_k, SPLIT=split, PARTS=sizes["PARTS"], NARROW=sizes["NARROW"],
-            num_warps=sizes["PAIR_WARPS"], **following,
-        )  # fmt: skip
-    if only in (None, "solve"):
-        _solve_kernel[(all_heads, triton.cdiv(value_dim, sizes["SOLVE_V"]))](
-            solve, read, carried, factors, found, v, beta, stash.u, stash.log_decay, out, nodes, blocks, all_heads,
-            *v.stride(), *beta.stride(), *stash.u.stride(), *stash.log_decay.stride(), *out.stride(),
-            V=value_dim, BLOCK_V=sizes["SOLVE_V"], PARTS=sizes["PARTS"], HELD=sizes["HELD"],
-            num_warps=sizes["SOLVE_WARPS"], **following,
-        )  # fmt: skip
+    common = {"HV": heads, "GROUP": heads // key_heads, "BLOCK_N": BLOCK_N, "RAW": gates is not None}
+    common |= chaining(state.device)
+    num_small = all_key_heads * blocks
+    _read_kernel[(num_small + all_heads * triton.cdiv(value_dim, sizes["READ_V"]),)](
+        state, q, k, log_decay, seen, carried, factors, sums, stash.k, stash.log_decay,
+        None if gates is None else gates.a_log, None if gates is None else gates.dt_bias,
+        path, None if pending is None else pending.length, old.k, old.u, old.log_decay,
+        nodes, num_small, all_heads, key_dim**-0.5,
+        *state.stride(), *q.stride(), *k.stride(), *log_decay.stride(),
+        *seen.stride(), *stash.k.stride(), *stash.log_decay.stride(),
+        1 if path is None else path.stride(0), *old.k.stride(), *old.u.stride(), *old.log_decay.stride(),
+        K=key_dim, V=value_dim, PATH=0 if path is None else path.numel(), BLOCK_PATH=path_block(path),
+        PENDING=pending is not None, BLOCK_K=block_k, BLOCK_V=sizes["READ_V"], ROWS=sizes["ROWS"],
+        BLOCK_SUM=sizes["BLOCK_SUM"], SPLIT=split, NARROW=sizes["NARROW"],
+        COLUMNS=max(16, triton.next_power_of_2(3 * heads // key_heads)), num_warps=sizes["READ_WARPS"], **common,
+    )  # fmt: skip
+    _pair_kernel[(all_heads, blocks * (blocks + 1) // 2)](
+        q, k, beta, seen, solve, read, sums, nodes, blocks, all_heads,
+        *q.stride(), *k.stride(), *beta.stride(), *seen.stride(),
+        K=key_dim, BLOCK_K=block_k, SPLIT=split, PARTS=sizes["PARTS"], NARROW=sizes["NARROW"],
+        num_warps=sizes["PAIR_WARPS"], **common,
+    )  # fmt: skip
+    _solve_kernel[(all_heads, triton.cdiv(value_dim, sizes["SOLVE_V"]))](
+        solve, read, carried, factors, found, v, beta, stash.u, stash.log_decay, out, nodes, blocks, all_heads,
+        *v.stride(), *beta.stride(), *stash.u.stride(), *stash.log_decay.stride(), *out.stride(),
+        V=value_dim, BLOCK_V=sizes["SOLVE_V"], PARTS=sizes["PARTS"], HELD=sizes["HELD"],
+        num_warps=sizes["SOLVE_WARPS"], **common,
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What the Triton kernels of the recurrence share: the commit of a path, the gates, sums over ancestors."""
+"""What the Triton kernels of the recurrence share: the commit of a path, the gates, exact products."""
 
 from __future__ import annotations
 
@@ -78,18 +78,6 @@ def _gate(g, RAW: tl.constexpr, a_log, dt_bias):
         x = g + dt_bias
         g = -tl.exp(a_log) * tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
     return g
-
-
-@triton.jit
-def _sums(seen, gate):
-    """Over the ancestors of a block's nodes: log decays as multiples of 1/64, the remainders, and the count.
-
-    Multiples of 1/64 sum without rounding, so the difference of two long sums keeps the accuracy of its own size.
-    """
-    steps = tl.floor(gate * 64.0 + 0.5) * 0.015625
-    coarse = tl.sum(tl.where(seen, steps[None, :], 0.0), 1)
-    fine = tl.sum(tl.where(seen, (gate - steps)[None, :], 0.0), 1)
-    return coarse, fine, tl.sum(seen.to(tl.int32), 1)
 
 
 def path_block(path: Tensor | None) -> int:

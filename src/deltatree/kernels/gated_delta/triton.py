@@ -1,16 +1,18 @@
 """The gated delta rule over a tree, in Triton. The algebra and the names are those of `reference`.
 
-One program owns a [K, BLOCK_V] tile of one value head's state: it reads it once, applies the pending path and writes it
-back, and keeps it for all nodes. Nodes are taken in blocks of BLOCK_N; since parents come first, a block needs only
-pseudo-values of earlier blocks, which the program left in the stash itself.
+A tree of few nodes takes one launch, the kernel of this file, which walks over blocks of nodes. In a tree of many that
+walk takes most of the time; there the three launches of `lean` do most of the work for all blocks at once. LAUNCHES
+says from where on.
+
+Here one program owns a [K, BLOCK_V] tile of one value head's state: it reads it once, applies the pending path and
+writes it back, and keeps it for all nodes. Nodes are taken in blocks of BLOCK_N; since parents come first, a block
+needs only pseudo-values of earlier blocks, which the program left in the stash itself.
 
 Within a block (I + X) u = rhs is solved over *bands* of BAND depth levels. X splits into pairs within one band and pairs
 across bands. Within a band (I + X_in)^-1 = (I - X_in)(I + X_in^2) holds exactly for up to 4 levels and is well behaved;
 then M = (I + X_in)^-1 X_out, and u = (I + X_in)^-1 rhs - M u is final for one more band with each sweep. Squaring X as a
 whole would take fewer products, but its powers grow like binomials when keys repeat and beta nears 1, and cancel badly:
 with float32 that loses every digit at depth 32. Sweeps cannot: an entry is final once its ancestors are.
-
-Trees of many nodes go to `wide` or `lean`, which take two and three launches and no walk; LAUNCHES says from where on.
 """
 
 from __future__ import annotations
@@ -25,20 +27,31 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deltatree.kernels.chaining import chaining
 from deltatree.kernels.gated_delta.lean import launch_lean
-from deltatree.kernels.gated_delta.parts import EXACT, _committed, _committed_long, _gate, _split3, _sums, path_block
+from deltatree.kernels.gated_delta.parts import EXACT, _committed, _committed_long, _gate, _split3, path_block
 from deltatree.kernels.gated_delta.reference import DeltaStash, Gates, PendingCommit
-from deltatree.kernels.gated_delta.wide import launch_wide
 
 MOST_UNROLLED = 32  # deepest trees whose sweeps are unrolled
-LEAN = {"KIND": "lean", "LATE": True, "TOGETHER": True, "STATE_PARTS": 2, "SOLVE_WARPS": 2}
+LEAN = {"KIND": "lean"}
 SMALL_READS = {"READ_V": 16, "ROWS": 32, "READ_WARPS": 2}  # twice the programs, half of the work in each
 # How a tree is launched, by value heads of all sequences and by its nodes: the first row and the first entry that reach
-# decide. KIND "one" is the kernel of this file, "wide" and "lean" those of the files of that name; what else an entry
-# holds overrides their sizes. Measured on an H200 (results/kernels-h200).
+# decide. KIND "one" is the kernel of this file, "lean" those of `lean`; what else an entry holds overrides their sizes.
+# Measured on an H200 (results/kernels-h200), but for 17 to 32 nodes in the second row.
 LAUNCHES = (
     (40, ((32, {"KIND": "one"}), (math.inf, LEAN | SMALL_READS))),
-    (math.inf, ((16, {"KIND": "one"}), (32, {"KIND": "wide"}), (128, LEAN), (math.inf, LEAN | SMALL_READS))),
+    (math.inf, ((16, {"KIND": "one"}), (128, LEAN), (math.inf, LEAN | SMALL_READS))),
 )
+
+
+@triton.jit
+def _sums(seen, gate):
+    """Over the ancestors of a block's nodes: log decays as multiples of 1/64, the remainders, and the count.
+
+    Multiples of 1/64 sum without rounding, so the difference of two long sums keeps the accuracy of its own size.
+    """
+    steps = tl.floor(gate * 64.0 + 0.5) * 0.015625
+    coarse = tl.sum(tl.where(seen, steps[None, :], 0.0), 1)
+    fine = tl.sum(tl.where(seen, (gate - steps)[None, :], 0.0), 1)
+    return coarse, fine, tl.sum(seen.to(tl.int32), 1)
 
 
 @triton.jit
@@ -366,7 +379,7 @@ def tree_gated_delta(
     """As the reference, for float32 states.
 
     launch: for measurements. With KIND it replaces the choice of `launch_of`; all else overrides single entries of
-        `block_sizes`, `wide_sizes` or `lean_sizes`.
+        `block_sizes` or `lean_sizes`.
     """
     batch, heads, key_dim, value_dim = state.shape
     nodes, key_heads = q.shape[1:3]
@@ -380,12 +393,8 @@ def tree_gated_delta(
         )
     seen = ancestors if ancestors.dtype == torch.uint8 else ancestors.to(state.device).view(torch.uint8)
     launch = ({} if launch and "KIND" in launch else launch_of(batch * heads, nodes)) | (launch or {})
-    kind = launch.pop("KIND")
-    if kind == "wide" and stash.u.dtype != torch.float32:  # it keeps right-hand sides where pseudo-values will be
-        kind, launch = "one", {}
-    if kind != "one":
-        launched = launch_wide if kind == "wide" else launch_lean
-        launched(state, q, k, v, beta, log_decay, seen, gates, pending, out, stash, launch)
+    if launch.pop("KIND") == "lean":
+        launch_lean(state, q, k, v, beta, log_decay, seen, gates, pending, out, stash, launch)
         return out, stash
     old = stash if pending is None else pending.stash
     path = None if pending is None else pending.path.to(state.device)
