@@ -2,7 +2,12 @@
 
     python benchmarks/profiles.py --shape qwen3.6-35b-a3b --out results/plan-h200/qwen3.6-35b-a3b.jsonl
 
-Random weights, times of this machine, acceptance by profile: a projection.
+Random weights, times of this machine, acceptance by profile: a projection. Every row also has what its measured milliseconds come to
+over thousands of rounds (`expected_...`). For rows that were measured before, without a GPU:
+
+    python benchmarks/profiles.py --from MEASURED.jsonl --out FILE --choice-ms 0.37 --draft-ms 0.74 --widest-ms 5.1
+
+A profile that the rows lack takes the times of the first one, which is right for a dense target only: name it with --also.
 """
 
 from __future__ import annotations
@@ -12,14 +17,16 @@ import json
 import platform
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
 import transformers
-import triton
 
 import deltatree.projection.run as projection
+from deltatree.models.fast import BUCKETS
 from deltatree.models.shapes import SHAPES
+from deltatree.projection.expected import add_expected, seconds_of_rows
 from deltatree.projection.profiles import PROFILES, parse_profile
 from deltatree.projection.run import ProjectionPlan, project
 from deltatree.projection.shapes import target_and_drafter
@@ -38,15 +45,75 @@ def keep_drafter() -> None:
     projection.FastReplayDrafter = again
 
 
+def expect(options: argparse.Namespace) -> None:
+    """Add expected figures to rows that were measured before."""
+    by_profile: dict[str, list[dict]] = {}
+    for line in options.measured.read_text().splitlines():
+        row = json.loads(line)
+        by_profile.setdefault(row["profile"], []).append(row)
+    for name in options.also:
+        first = next(iter(by_profile.values()))
+        by_profile[name] = [_borrowed(row, name) for row in first]
+    command = " ".join(["python benchmarks/profiles.py", *sys.argv[1:]])
+    with options.out.open("w") as file:
+        for name, rows in by_profile.items():
+            took = {row["label"]: row["milliseconds_per_round"] / 1e3 for row in rows}
+            more = {1: took["plain"] + options.draft_ms / 1e3, 257: took["DDTree 64"] + options.widest_ms / 1e3}
+            seconds = seconds_of_rows(rows, choice=options.choice_ms / 1e3, buckets=BUCKETS, more=more)
+            tokens = rows[0]["max_new_tokens"] - 1
+            add_expected(rows, parse_profile(name), seconds, num_tokens=tokens, lives=options.lives)
+            for row in rows:
+                file.write(json.dumps(row | {"expected_command": command}) + "\n")
+                print(
+                    f"{name:12} {row['label']:12} {row['expected_milliseconds_per_round']:6.2f} ms/round "
+                    f"{row['expected_acceptance_length']:5.2f} tokens {row['expected_tokens_per_second']:7.1f} tok/s "
+                    f"+-{100 * row['expected_tokens_per_second_error']:.1f}% {row['expected_speedup']:5.2f}x plain "
+                    f"{row['expected_speedup_over_dflash']:5.3f}+-{row['expected_speedup_over_dflash_error']:.3f}x chain "
+                    f"{row['expected_share_of_best_fixed']:.3f}+-{row['expected_share_of_best_fixed_error']:.3f} of best",
+                    flush=True,
+                )
+
+
+OBSERVED = (
+    "tokens_per_second", "speedup", "speedup_over_dflash", "acceptance_length", "nodes_per_round", "departures",
+    "seconds", "tokens", "share_of_best_fixed",
+)  # fmt: skip
+
+
+def _borrowed(row: dict, name: str) -> dict:
+    """A row of another profile with nothing but the times of this one."""
+    kept = {key: value for key, value in row.items() if key not in OBSERVED}
+    return kept | {"profile": name, "all_right": list(PROFILES[name].all_right), "times_of_profile": row["profile"]}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", required=True, choices=SHAPES)
+    parser.add_argument("--shape", choices=SHAPES)
     parser.add_argument("--profiles", nargs="*", default=list(PROFILES))
     parser.add_argument("--tokens", type=int, default=48, help="new tokens a prompt and method")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--budgets", default="8,16,32,64,auto")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument(
+        "--from", dest="measured", type=Path, help="rows to add expected figures to, instead of measuring"
+    )
+    parser.add_argument(
+        "--also", nargs="*", default=[], choices=PROFILES, help="profiles to expect at the first one's times"
+    )
+    parser.add_argument(
+        "--choice-ms", type=float, default=0.37, help="what a round takes longer where the host chooses"
+    )
+    parser.add_argument(
+        "--draft-ms", type=float, default=0.74, help="a draft's own, for sizes below the smallest row's"
+    )
+    parser.add_argument("--widest-ms", type=float, default=5.1, help="a round of 257 nodes beyond one of 65")
+    parser.add_argument("--lives", type=int, default=24, help="of 16 texts each; after one `auto` has forgotten all")
     options = parser.parse_args()
+    if (options.shape is None) == (options.measured is None):
+        parser.error("give either --shape or --from")
+    if options.measured is not None:
+        expect(options)
+        return
     began = time.monotonic()
     budgets = tuple(b if b == "auto" else int(b) for b in options.budgets.split(","))
     plan = ProjectionPlan(budgets=budgets, max_new_tokens=options.tokens, repeats=options.repeats, context_length=64)
@@ -56,7 +123,7 @@ def main() -> None:
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
         "versions": {
             "torch": torch.__version__,
-            "triton": triton.__version__,
+            "triton": version("triton"),
             "transformers": transformers.__version__,
         },
         "command": " ".join(["python benchmarks/profiles.py", *sys.argv[1:]]),
@@ -75,7 +142,7 @@ def main() -> None:
                     f"{name:12} {row['label']:20} {row['tokens_per_second']:7.1f} tok/s {row['speedup']:5.2f}x "
                     f"{row['speedup_over_dflash']:5.2f}x chain  accept {row['acceptance_length']:5.2f} nodes "
                     f"{row['nodes_per_round']:5.1f} {row['milliseconds_per_round']:6.2f} ms/round "
-                    f"of best {row['share_of_best_fixed']:.3f} departures {row['departures']}",
+                    f"of best {row['share_of_best_fixed']:.3f} (expected {row['expected_share_of_best_fixed']:.3f}) departures {row['departures']}",
                     flush=True,
                 )
             file.flush()

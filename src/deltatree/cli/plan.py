@@ -113,7 +113,18 @@ def _show(rows: list[dict], profile, note: str, is_timed: bool) -> None:
     title = f"PROJECTION for {first['target']} on {first['device']}, acceptance profile {profile.name}"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("")
-    for column in ("tokens/s", "speedup", "vs DFlash", "accepted", "nodes", "ms/round", "departures"):
+    for column in (
+        "tokens/s",
+        "speedup",
+        "vs DFlash",
+        "accepted",
+        "nodes",
+        "ms/round",
+        "departures",
+        "exp. acc.",
+        "exp. tok/s",
+        "of best",
+    ):
         table.add_column(column, justify="right")
     for row in rows:
         table.add_row(
@@ -125,6 +136,9 @@ def _show(rows: list[dict], profile, note: str, is_timed: bool) -> None:
             f"{row['nodes_per_round']:.1f}",
             f"{row['milliseconds_per_round']:.2f}",
             str(row["departures"]),
+            f"{row['expected_acceptance_length']:.2f}",
+            f"{row['expected_tokens_per_second']:.1f}",
+            f"{row['expected_share_of_best_fixed']:.3f}",
         )
     console.print(table)
     claim = "published" if profile.is_published else "made up" if profile.name != "given" else "as given"
@@ -133,6 +147,8 @@ def _show(rows: list[dict], profile, note: str, is_timed: bool) -> None:
         f"profile ({claim}): the first 1, 2, ... drafted tokens are all right with {', '.join(f'{p:g}' for p in profile.all_right)}; "
         f"a whole chain then accepts {profile.chain_length:.2f} tokens a round",
         "departures: near ties that fell otherwise than in plain decoding; the drafter was then told how the text goes on",
+        "expected: the last three columns are the same methods at the measured ms/round over "
+        f"{min(row['expected_rounds'] for row in rows)} rounds or more of drafts by the profile, without a model; the columns before them hold these few prompts' luck",
     ]
     if not is_timed:
         lines.append("no drafter was named, so that drafts cost nothing here; with --drafter their time is in")

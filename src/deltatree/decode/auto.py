@@ -6,6 +6,9 @@ the most tokens per second. Whether to draft at all is decided before, by the ra
 drafting does not pay it rests, and is tried again after ever longer stretches. Meanwhile the features of the committed tokens collect,
 so that the drafter later has them all.
 
+Where rounds stay on the device, looking at a tree costs a wait. Where one size all the time is worth as much as choosing anew less that
+wait, rounds go by unseen.
+
 The choice moves no token of the text, only the rounds in which it comes.
 """
 
@@ -29,8 +32,17 @@ _PLAIN_CHECK = 64  # drafted rounds after which one plain round is measured
 _MEMORY, _LONG_MEMORY = 0.95, 0.995  # of the rates, a round
 _LONG_EVIDENCE = 50  # drafted rounds before the long memory may judge
 _LEAST_REACH = 12.0  # nodes
-_HABIT, _HABIT_LASTS = 4, 8  # choices alike before rounds go by them unseen, and for how many rounds
+_HABIT, _HABIT_LASTS = 16, 8  # looks before rounds may go unseen, and for how many rounds
+_WORTH_MEMORY = 0.9  # of what sizes are worth, a choice
 _FEW_FEATURES = 32  # tokens that the drafter takes in beside drafting; a prompt takes a time of its own
+
+LOOK = 0.00035
+"""Seconds that a round on the device takes longer where the host looks at its tree: a matter of the host, not of the target."""
+
+
+def without_look(seconds: float) -> float:
+    """What a round that was looked at would have taken as one piece of work."""
+    return max(seconds - LOOK, 0.5 * seconds)
 
 
 @dataclass
@@ -51,6 +63,37 @@ class Rate:
 
 
 @dataclass
+class Habits:
+    """What choices were worth in the rounds that were looked at, fading: whether it pays to look at every tree.
+
+    Worth is tokens of a round beyond those that its seconds would bring at the going rate.
+    """
+
+    freely: float = 0.0  # of what was chosen, another one every round
+    always: np.ndarray | None = None  # of one choice for all rounds: [2, sizes], trees and chains
+    num_looks: int = 0
+
+    def learn(self, freely: float, always: np.ndarray) -> None:
+        """Take in a round that was looked at."""
+        if self.always is None:
+            self.always = np.zeros_like(always)
+        self.num_looks += 1
+        share = max(1 - _WORTH_MEMORY, 1 / self.num_looks)
+        self.freely += share * (freely - self.freely)
+        self.always += share * (always - self.always)
+
+    def best(self, look: float) -> tuple[int, bool] | None:
+        """The choice, as place among the sizes and whether a chain, that is worth more for all rounds than looking at each.
+
+        look: what a look costs, in tokens at the going rate
+        """
+        if self.num_looks < _HABIT or self.always.max() < self.freely - look:
+            return None
+        kind, place = np.unravel_index(self.always.argmax(), self.always.shape)
+        return int(place), bool(kind)
+
+
+@dataclass
 class Experience:
     """What generations of one pair have taught: shared by them, and never needed for a right text."""
 
@@ -61,6 +104,7 @@ class Experience:
     num_drafted: int = 0  # rounds
     rounds: int = 0  # drafted ones, since drafting was last taken up
     rest: int = _SHORTEST_REST  # the next one's length, in rounds
+    habits: Habits = field(default_factory=Habits)
     reach: float = 32.0  # the largest size chosen lately; trees are built somewhat larger, to choose from
 
     def learn(self, tokens: float, seconds: float) -> None:
@@ -117,9 +161,9 @@ class AutoBudget:
         self.policy, self.experience, self.scored = policy, experience, scored
         self.choice: Choice | None = None  # of the last round
         self._resting = self._since_plain = 0
-        self._last: tuple[int, bool] | None = None  # size and kind of the last choice
-        self._alike = self._unseen = 0  # choices of the same size and kind in a row, and rounds since that went by them
+        self._unseen = 0  # rounds since the last look at a tree
         self._drafted = False  # whether this round drafts
+        self._looks = False  # whether it waits for a look at its tree that it could do without
         self._context, self._is_typical, self._started = 0, True, 0.0
         self._drafts: Drafts | None = None  # of this round's tree; None where nothing was drafted
         self._built: DraftTree | None = None
@@ -135,7 +179,7 @@ class AutoBudget:
         """Whether the coming round drafts. context: committed tokens; num_features: of them unseen by the drafter."""
         self._started, self._context = self.experience.costs.clock(), context
         self._drafts = self.choice = None
-        self._drafted = False
+        self._drafted = self._looks = False
         self._is_typical = num_features <= _FEW_FEATURES
         known, costs = self.experience, self.experience.costs
         if self._resting > 0:
@@ -174,9 +218,7 @@ class AutoBudget:
         drafts: what may be verified, best nodes first
         """
         known, costs = self.experience, self.experience.costs
-        rate = 1 / costs.plain(self._context)
-        if known.rounds >= _EVIDENCE:
-            rate = max(rate, known.rate())
+        rate = self._rate()
         chances, spine = known.acceptance.of_paths(drafts), drafts.spine()
         sizes = np.arange(1, len(drafts) + 1)
         seconds = costs.drafted(sizes, self._context)
@@ -189,26 +231,44 @@ class AutoBudget:
         is_chain = bool(of_chain.max() >= of_tree.max())
         size = 1 + int((of_chain if is_chain else of_tree).argmax())
         is_chain &= size > 1
+        if costs.captured:
+            self._weigh(chances.cumsum(), chances[spine].cumsum(), max(of_tree.max(), of_chain.max()))
         nodes = spine[:size] if is_chain else np.arange(size)
         self._drafts, self._num_nodes = drafts.chain(nodes) if is_chain else drafts.cut(size), size
         self._drafted, self._unseen = True, 0
-        self._alike = self._alike + 1 if self._last == (size, is_chain) else 1
-        self._last = size, is_chain
         chosen = chances[nodes]
         self.choice = Choice(chosen.tolist(), float(chosen.sum()), float(seconds[size - 1]), is_chain)
         known.reach = max(size, 0.95 * known.reach, _LEAST_REACH)
         return nodes
 
     def habit(self) -> tuple[int, bool] | None:
-        """Nodes, root included, of the coming round and whether it is a chain, where choices have long been alike.
+        """Nodes, root included, of the coming round and whether it is a chain, where a look at its tree would not pay.
 
-        Such a round needs no look at its tree, and so no wait between draft and verify. Now and then there is one.
+        Without a look there is no wait between draft and verify. Now and then there is one all the same.
         """
-        if self._alike < _HABIT or self._unseen >= _HABIT_LASTS:
+        found = None
+        if self._unseen < _HABIT_LASTS:
+            found = self.experience.habits.best(LOOK * self._rate())
+        self._looks = found is None
+        if found is None:
             return None
         self._unseen += 1
         self._drafted = True
-        return self._last
+        place, is_chain = found
+        return int(self.experience.costs.node_counts[place]), is_chain
+
+    def _weigh(self, trees: np.ndarray, chains: np.ndarray, freely: float) -> None:
+        """Note what every size would have been worth. trees, chains: expected tokens by nodes; further nodes would add little"""
+        sizes = self.experience.costs.node_counts
+        costs = self._rate() * self.experience.costs.drafted(sizes, self._context)
+        always = np.stack([tokens[np.minimum(sizes, tokens.size) - 1] - costs for tokens in (trees, chains)])
+        self.experience.habits.learn(freely, always)
+
+    def _rate(self) -> float:
+        """Tokens per second that a round's time would bring otherwise."""
+        known = self.experience
+        plain = 1 / known.costs.plain(self._context)
+        return max(plain, known.rate()) if known.rounds >= _EVIDENCE else plain
 
     def _scored(self, log_probs: Tensor, root: int, budget: int) -> tuple[DraftTree, Tensor]:
         if self.scored is not None:
@@ -254,7 +314,8 @@ class AutoBudget:
             return
         self._since_plain += 1
         if self._is_typical:
-            costs.learn_drafted(self._num_nodes, seconds, self._context)
+            whole = without_look(seconds) if self._looks else seconds
+            costs.learn_drafted(self._num_nodes, whole, self._context)
 
 
 def _find(built: DraftTree, pruned: DraftTree, accepted: Acceptance) -> list[int]:

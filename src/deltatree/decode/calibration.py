@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from deltatree.decode.acceptance import Drafts
-from deltatree.decode.auto import Choice
+from deltatree.decode.auto import Choice, without_look
 from deltatree.decode.costs import NODE_COUNTS, RoundCosts
 from deltatree.decode.sampling import Sampler
 from deltatree.decode.stream import Ending, decode
@@ -100,7 +100,7 @@ class _Schedule:
         self.sizes = [0, *node_counts] * _PASSES  # 0: plain
         self.num_sizes = 1 + len(node_counts)
         self.seconds: list[tuple[int, float]] = []
-        self._started = 0.0
+        self._started, self._looks = 0.0, False
 
     @property
     def is_done(self) -> bool:
@@ -115,7 +115,7 @@ class _Schedule:
         return max((seconds for _, seconds in self.seconds[-self.num_sizes :]), default=0.0)
 
     def wants_draft(self, context: int, num_features: int) -> bool:
-        self._started = self.clock()
+        self._started, self._looks = self.clock(), False
         return self.sizes[len(self.seconds)] > 0
 
     def __call__(self, log_probs: Tensor, *, root: int, budget: int) -> DraftTree:
@@ -131,14 +131,16 @@ class _Schedule:
         return np.arange(min(self.sizes[len(self.seconds)], len(drafts)))
 
     def habit(self) -> None:
-        """Every round is looked at."""
+        """Every round is looked at, and its time is told without the look."""
+        self._looks = True
 
     def lesson(self, path: list[int], num_nodes: int) -> Callable[[], None]:
         """Nothing: only times count here."""
         return lambda: None
 
     def finish(self) -> None:
-        self.seconds.append((self.sizes[len(self.seconds)], self.clock() - self._started))
+        seconds = self.clock() - self._started
+        self.seconds.append((self.sizes[len(self.seconds)], without_look(seconds) if self._looks else seconds))
 
     def result(self) -> tuple[float, dict[int, float]] | None:
         by_size: dict[int, list[float]] = {}
@@ -204,7 +206,7 @@ def _describe(target: Target, drafter: Drafter, names: tuple[str, str | None], c
     device = target.device
     chip = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     return {
-        "version": 2,
+        "version": 3,
         "machine": hashlib.sha256(platform.node().encode()).hexdigest()[:16],
         "device": [device.type, chip, os.cpu_count(), torch.get_num_threads()],
         "versions": [torch.__version__, transformers.__version__],

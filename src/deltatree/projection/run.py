@@ -5,14 +5,14 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 import torch
 
 from deltatree.bench.plan import Arm
 from deltatree.decode import Ending, GenerateOptions, Sampler, decode
-from deltatree.decode.auto import Experience
+from deltatree.decode.auto import LOOK, Experience
 from deltatree.decode.calibration import capture_choices, round_costs
 from deltatree.decode.methods import plan as plan_method
 from deltatree.decode.options import AUTO
@@ -20,6 +20,7 @@ from deltatree.drafter import FastDFlashDrafter
 from deltatree.drafter.protocol import Drafter
 from deltatree.errors import OptionError
 from deltatree.models.protocol import Target
+from deltatree.projection.expected import add_expected, seconds_of_rows
 from deltatree.projection.profiles import Profile
 from deltatree.projection.replay import FastReplayDrafter, ReplayDrafter
 from deltatree.tree import no_draft
@@ -39,9 +40,16 @@ class ProjectionPlan:
     repeats: int = 3  # prompts; figures are medians over them
     context_length: int = 256  # tokens of each prompt
     seed: int = 0
+    expected_texts: int = 64  # without a target, over which expected figures are counted
 
     def __post_init__(self) -> None:
-        for name, least in (("max_new_tokens", 2), ("repeats", 1), ("context_length", 1), ("seed", 0)):
+        for name, least in (
+            ("max_new_tokens", 2),
+            ("repeats", 1),
+            ("context_length", 1),
+            ("seed", 0),
+            ("expected_texts", 2),
+        ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise OptionError(f"{name}={value!r} is not possible; give a whole number of at least {least}")
@@ -60,6 +68,7 @@ class _Pass:
     tokens: int = 0  # without the first, which prefill emits
     lengths: list[int] = field(default_factory=list)
     nodes: list[int] = field(default_factory=list)
+    round_seconds: list[float] = field(default_factory=list)
     departures: int = 0  # where the text left plain decoding's, and the drafter was told how it goes on
 
 
@@ -72,7 +81,7 @@ def project(
     names: tuple[str, str] = ("", ""),
     on_pass: Callable[[int, int, Arm], object] = lambda done, total, arm: None,
 ) -> list[dict]:
-    """One row of figures an arm. All of them first run once to warm up, and `auto` to learn.
+    """One row of figures an arm, and what they come to in the long run (`expected_...`). All of them first run once to warm up, and `auto` to learn.
 
     timed: a drafter whose work each draft does besides, for its time    names: of target and drafter, for the rows
     """
@@ -94,7 +103,32 @@ def project(
         for place, arm in enumerate(arms[start:] + arms[:start]):
             passes[arm].append(projection.run(arm, prompt, text))
             on_pass(repeat * len(arms) + place + 1, total, arm)
-    return [_row(arm, passes, profile, plan, target, names, timed is not None) for arm in arms]
+    rows = [_row(arm, passes, profile, plan, target, names, timed is not None) for arm in arms]
+    _expect(rows, passes, projection, profile)
+    return rows
+
+
+def _expect(rows: list[dict], passes: dict[Arm, list[_Pass]], projection: _Projection, profile: Profile) -> None:
+    """Add what the measured rounds come to in the long run."""
+    target, plan, experience = projection.target, projection.plan, projection.experience
+    buckets = getattr(target, "node_buckets", None)
+    more = {}
+    if experience is not None:  # sizes that no arm runs, as `auto` has learned them
+        sizes = experience.costs.node_counts
+        more = dict(zip(sizes.tolist(), experience.costs.drafted(sizes, plan.context_length).tolist(), strict=True))
+    seconds = seconds_of_rows(rows, buckets=buckets, more=more)
+    if projection.is_on_device:
+        chosen = [one for arm, ones in passes.items() if arm.budget == AUTO for one in ones[1:]]
+        over = [
+            took - seconds.tree(nodes + 1)
+            for one in chosen
+            for nodes, took in zip(one.nodes, one.round_seconds, strict=True)
+            if nodes
+        ]
+        seconds = replace(seconds, choice=max(median(over), 0.0) if over else LOOK)
+    add_expected(
+        rows, profile, seconds, num_tokens=plan.max_new_tokens - 1, lives=1, generations=plan.expected_texts
+    )  # fmt: skip
 
 
 @dataclass
@@ -106,8 +140,8 @@ class _Projection:
     experience: Experience | None = None
 
     def __post_init__(self) -> None:
-        on_device = isinstance(self.drafter.timed, FastDFlashDrafter) and self.target.device_rounds
-        self.drafts = FastReplayDrafter(self.drafter) if on_device else self.drafter
+        self.is_on_device = isinstance(self.drafter.timed, FastDFlashDrafter) and self.target.device_rounds
+        self.drafts = FastReplayDrafter(self.drafter) if self.is_on_device else self.drafter
 
     def prompt(self, repeat: int) -> list[int]:
         draw = random.Random(f"{self.plan.seed} {repeat}")
@@ -145,6 +179,7 @@ class _Projection:
                 result.tokens += len(done.token_ids)
                 result.lengths.append(done.acceptance_length)
                 result.nodes.append(done.num_nodes - 1)
+                result.round_seconds.append(seconds)
             known = self.drafter.text
             if emitted[-len(done.token_ids) :] != known[len(emitted) - len(done.token_ids) : len(emitted)]:
                 result.departures += 1

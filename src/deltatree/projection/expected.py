@@ -1,0 +1,313 @@
+"""What a profile's luck comes to in the long run: rounds of the real policies, without a target, over thousands of rounds.
+
+A short measured text says to a hundredth what a round takes and hardly what it emits: some thirty rounds scatter by a tenth. So the
+two are separated. Seconds of rounds are given, as they were measured; tokens are counted over texts that are long enough, with the
+drafts of `planted`, the trees of `best_first`, and the choices of `AutoBudget`, which is told those seconds by a counted clock.
+Every method meets the same drafts at the same places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from deltatree.decode.acceptance import Drafts
+from deltatree.decode.auto import AutoBudget, Experience, without_look
+from deltatree.decode.calibration import _sizes, _spread
+from deltatree.decode.costs import NODE_COUNTS, RoundCosts
+from deltatree.decode.options import AUTO
+from deltatree.device.rounds import WIDEST
+from deltatree.projection.profiles import Profile
+from deltatree.projection.replay import FastReplayDrafter, planted
+from deltatree.tree import best_first, best_first_scored
+
+_VOCAB = 64  # only the planted tokens matter; no more of them fit into the widest tree
+_WIDEST = 127  # drafted nodes of the trees that are cut to size
+_FAR = 1000  # places between texts
+
+
+@dataclass(frozen=True, slots=True)
+class RoundSeconds:
+    """What rounds take: measured ones at some sizes, straight lines over the doublings of the nodes between them.
+
+    plain: without a draft    chain: of the drafter's whole chain
+    trees: drafted rounds by their nodes, root included, as one piece of work; at least one size
+    choice: what it adds where the host chooses between draft and verify
+    buckets: node counts that are captured; None if any size runs as it is
+    """
+
+    plain: float
+    chain: float
+    trees: dict[int, float]
+    choice: float = 0.0
+    buckets: tuple[int, ...] | None = None
+
+    def tree(self, num_nodes: int) -> float:
+        """A round with a tree of so many nodes, root included."""
+        sizes = sorted(self.trees)
+        logs, seconds = np.log2(sizes), [self.trees[size] for size in sizes]
+        at = np.log2(self.filled(num_nodes))
+        if at > logs[-1] and len(sizes) > 1:  # nodes cost alike beyond the last two sizes
+            slope = (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2])
+            return seconds[-1] + max(slope, 0.0) * (2**at - sizes[-1])
+        return float(np.interp(at, logs, seconds))
+
+    def spine(self, num_nodes: int, depth: int) -> float:
+        """A round with the first nodes of a chain of `depth` drafted ones: as much beside a tree as the whole chain is."""
+        return self.tree(num_nodes) * self.chain / self.tree(depth + 1)
+
+    def filled(self, num_nodes: int) -> int:
+        """Nodes that run where so many are asked for."""
+        return num_nodes if self.buckets is None else min(size for size in self.buckets if size >= num_nodes)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A draft at one place of the text, and what the target thinks of it."""
+
+    drafts: Drafts  # the widest tree
+    path: np.ndarray  # its accepted nodes, root first, rising
+    right: int  # first tokens of the whole chain that are right
+
+
+class Text:
+    """An endless text and a drafter for it. Places are drafted once, so that all methods share the work and the luck.
+
+    vocab_size: of the target; tokens that were not planted take a share of the drafter's probability
+    """
+
+    def __init__(self, profile: Profile, vocab_size: int = 150_000, seed: int = 0) -> None:
+        self.profile = profile
+        self._unplanted = (vocab_size - 3) * float(np.exp(FastReplayDrafter.LOWEST))
+        self._seed = seed
+        self.place = lru_cache(maxsize=None)(self._place)
+
+    def _place(self, number: int) -> Place:
+        truth = [(number + depth) % _VOCAB for depth in range(self.profile.depth)]
+        tokens, chances = planted(self.profile, truth, _VOCAB, f"{self._seed} {number}")
+        logits = torch.tensor(chances).clamp_(min=1e-6).log_()
+        logits -= (logits.exp().sum(-1, keepdim=True) + self._unplanted).log()
+        log_probs = torch.full((self.profile.depth, _VOCAB), FastReplayDrafter.LOWEST)
+        log_probs.scatter_(1, torch.tensor(tokens), logits)
+        tree, scores = best_first_scored(log_probs, root=0, budget=_WIDEST)
+        child = {
+            edge: node for node, edge in enumerate(zip(tree.parents.tolist(), tree.token_ids.tolist(), strict=True))
+        }
+        path = [0]
+        while (depth := len(path)) <= len(truth) and (node := child.get((path[-1], truth[depth - 1]))) is not None:
+            path.append(node)
+        is_right = [row[0] == token for row, token in zip(tokens, truth, strict=True)]
+        right = len(truth) if all(is_right) else is_right.index(False)
+        return Place(Drafts.of(tree.parents.numpy(), tree.depths.numpy(), scores.numpy()), np.array(path), right)
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """One method over many generations of equally many tokens."""
+
+    num_tokens: int  # a generation, without the one that prefill emits
+    seconds: np.ndarray  # [generations]
+    acceptance_length: float
+    nodes_per_round: float
+    num_rounds: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_tokens / float(self.seconds.mean())
+
+    @property
+    def milliseconds_per_round(self) -> float:
+        return 1e3 * float(self.seconds.sum()) / self.num_rounds
+
+    def over(self, other: Expected) -> float:
+        """How many times as fast as another method on the same texts."""
+        return self.tokens_per_second / other.tokens_per_second
+
+    def over_error(self, other: Expected | None = None) -> float:
+        """Standard error of `over`, by the differences between texts; without another method, of the speed's, relative."""
+        ratio = 0.0 if other is None else self.over(other)
+        missed = self.seconds - self.seconds.mean() if other is None else other.seconds - ratio * self.seconds
+        return float(missed.std(ddof=1) / self.seconds.mean() / missed.size**0.5) if missed.size > 1 else float("nan")
+
+
+def simulate(
+    budget: int | str,
+    text: Text,
+    seconds: RoundSeconds,
+    *,
+    is_chain: bool = False,
+    num_tokens: int = 127,
+    lives: int = 4,
+    generations: int = 16,
+) -> Expected:
+    """Generations of one method.
+
+    budget: drafted nodes, 0 for plain decoding, or "auto"    is_chain: the drafter's whole chain instead
+    num_tokens: of a generation, beside the one that prefill emits
+    lives: how often `auto` starts with nothing but measured costs; each time one more generation teaches it and is not counted
+    generations: counted ones of each life
+    """
+    spent, lengths, nodes = [], [], []
+    for life in range(lives):
+        arm = _Auto(text, seconds) if budget == AUTO else _Fixed(text, seconds, budget, is_chain)
+        for number in range(generations + 1):
+            place = ((generations + 1) * life + number) * (_FAR + num_tokens)
+            began, end = arm.now, place + num_tokens
+            arm.begin()
+            while place < end:
+                length, num_nodes = arm.round(place)
+                place += length
+                if number:
+                    lengths.append(length)
+                    nodes.append(num_nodes - 1)
+            if number:
+                spent.append(arm.now - began)
+    rounds = len(lengths)
+    return Expected(num_tokens, np.array(spent), sum(lengths) / rounds, sum(nodes) / rounds, rounds)
+
+
+def seconds_of_rows(
+    rows: list[dict],
+    *,
+    choice: float = 0.0,
+    buckets: tuple[int, ...] | None = None,
+    more: dict[int, float] | None = None,
+) -> RoundSeconds:
+    """What rounds took in a projection's rows of one profile.
+
+    more: seconds of drafted rounds at sizes below the smallest row's and above the largest one's
+    """
+    took = {(row["method"], row["budget"]): row["milliseconds_per_round"] / 1e3 for row in rows}
+    trees = {
+        1 + budget: seconds
+        for (method, budget), seconds in took.items()
+        if method == "ddtree" and budget not in (0, AUTO)
+    }
+    depth = next(row["budget"] for row in rows if row["method"] == "dflash")
+    chain = took["dflash", depth]
+    least, most = min(trees, default=depth + 1), max(trees, default=depth + 1)
+    trees = {size: seconds for size, seconds in (more or {}).items() if not least <= size <= most} | trees
+    return RoundSeconds(took["ar", 0], chain, trees or {depth + 1: chain}, choice, buckets)
+
+
+def add_expected(rows: list[dict], profile: Profile, seconds: RoundSeconds, **lengths) -> None:
+    """Add to a projection's rows of one profile what they come to in the long run. lengths: of `simulate`
+
+    Adds `expected_` columns: acceptance_length, nodes_per_round, milliseconds_per_round, tokens_per_second with
+    its relative standard error, speedup, speedup_over_dflash, share_of_best_fixed with its standard error, rounds.
+    """
+    text = Text(profile)
+    arms = [
+        simulate(row["budget"], text, seconds, is_chain=row["method"] == "dflash", **lengths) for row in rows
+    ]  # fmt: skip
+    by_method = {row["method"]: arm for row, arm in reversed(list(zip(rows, arms, strict=True)))}
+    fixed = [arm for row, arm in zip(rows, arms, strict=True) if row["budget"] != AUTO]
+    best = max(fixed, key=lambda arm: arm.tokens_per_second)
+    for row, arm in zip(rows, arms, strict=True):
+        found = {
+            "acceptance_length": arm.acceptance_length,
+            "nodes_per_round": arm.nodes_per_round,
+            "milliseconds_per_round": arm.milliseconds_per_round,
+            "tokens_per_second": arm.tokens_per_second,
+            "tokens_per_second_error": arm.over_error(),
+            "speedup": arm.over(by_method["ar"]),
+            "speedup_over_dflash": arm.over(by_method["dflash"]),
+            "speedup_over_dflash_error": arm.over_error(by_method["dflash"]),
+            "share_of_best_fixed": arm.over(best),
+            "share_of_best_fixed_error": arm.over_error(best),
+            "rounds": arm.num_rounds,
+        }
+        row |= {f"expected_{name}": value for name, value in found.items()}
+
+
+class _Fixed:
+    """Plain decoding, the whole chain, or trees of one size."""
+
+    def __init__(self, text: Text, seconds: RoundSeconds, budget: int, is_chain: bool) -> None:
+        self.text, self.now = text, 0.0
+        self.size = 1 + (text.profile.depth if is_chain else budget)
+        self.is_chain = is_chain
+        self.seconds = seconds.plain if self.size == 1 else seconds.chain if is_chain else seconds.tree(self.size)
+
+    def begin(self) -> None:
+        """A generation begins."""
+
+    def round(self, place: int) -> tuple[int, int]:
+        """Tokens that a round emits there, and its nodes, root included."""
+        self.now += self.seconds
+        if self.size == 1:
+            return 1, 1
+        return (_of_chain if self.is_chain else _of_tree)(self.text.place(place), self.size), self.size
+
+
+class _Auto:
+    """Budget `auto` as `DeviceLoop` asks it; what a round has taught is taken in while the next one drafts."""
+
+    def __init__(self, text: Text, seconds: RoundSeconds) -> None:
+        self.text, self.seconds, self.now = text, seconds, 0.0
+        buckets, depth = seconds.buckets, text.profile.depth
+        sizes = _sizes(buckets or NODE_COUNTS, depth + 1)
+        costs = RoundCosts(sizes, captured=buckets is not None, clock=lambda: self.now)
+        measured = {size: without_look(seconds.tree(size) + seconds.choice) for size in _spread(costs)}
+        costs.set_curves(seconds.plain, measured)
+        self.experience, self.most = Experience(costs), int(costs.node_counts[-1]) - 1
+        self._learn: Callable[[], None] = lambda: None
+
+    def begin(self) -> None:
+        """A generation begins."""
+        self.policy = AutoBudget(best_first, self.experience, best_first_scored)
+        self.policy.begin([])
+
+    def round(self, place: int) -> tuple[int, int]:
+        """Tokens that a round emits there, and its nodes, root included."""
+        policy = self.policy
+        if policy.wants_draft(place % _FAR, 1):
+            length, size = self._drafted(self.text.place(place))
+        else:
+            self._take_in()
+            self.now += self.seconds.plain
+            length, size = 1, 1
+        policy.finish()
+        return length, size
+
+    def _drafted(self, here: Place) -> tuple[int, int]:
+        policy, drafts = self.policy, here.drafts
+        habit = policy.habit() if self.seconds.buckets is not None else None
+        self._take_in()
+        if habit is None:
+            wanted = min(policy.widest, self.most)
+            if self.seconds.buckets is not None:
+                wanted = next((size for size in WIDEST if size >= wanted), wanted)
+            size, is_chain = len(policy.choose(drafts.cut(1 + wanted))), policy.choice.is_chain
+            self.now += self.seconds.choice
+        else:
+            size, is_chain = habit
+        if is_chain:
+            depth = self.text.profile.depth
+            filled = min(self.seconds.filled(size), depth + 1)  # lengthened to what is captured
+            self.now += self.seconds.spine(filled, depth)
+            length, path = _of_chain(here, filled), list(range(_of_chain(here, size)))
+        else:
+            self.now += self.seconds.tree(size)
+            length = _of_tree(here, size)
+            path = here.path[:length].tolist()
+        self._learn = policy.lesson(path, size)
+        return length, size
+
+    def _take_in(self) -> None:
+        self._learn()
+        self._learn = lambda: None
+
+
+def _of_tree(place: Place, size: int) -> int:
+    """Tokens emitted if the first nodes of the widest tree are verified."""
+    return int(np.searchsorted(place.path, size))
+
+
+def _of_chain(place: Place, size: int) -> int:
+    """Tokens emitted if the first choices are verified, so many with the root."""
+    return 1 + min(place.right, size - 1)

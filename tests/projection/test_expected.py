@@ -1,0 +1,90 @@
+"""Expected figures: tokens by the profile, seconds as given, the same places for all methods."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from deltatree.projection.expected import RoundSeconds, Text, add_expected, seconds_of_rows, simulate
+from deltatree.projection.profiles import PROFILES, Profile
+
+TIMES = RoundSeconds(
+    0.003, 0.0075, {1: 0.0037, 9: 0.0074, 17: 0.0093, 65: 0.0115}, choice=0.0004, buckets=(1, 4, 9, 17, 65)
+)
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "profiles.py"
+
+
+def test_seconds_between_measured_sizes_lie_on_lines_and_captured_ones_are_filled():
+    assert TIMES.tree(9) == TIMES.tree(5) == 0.0074 and TIMES.tree(18) == TIMES.tree(65)
+    assert 0.0037 < TIMES.tree(2) == TIMES.tree(4) < 0.0074
+    assert TIMES.spine(9, 8) == pytest.approx(0.0075)
+    beyond = RoundSeconds(1.0, 2.0, {9: 2.0, 17: 3.0})
+    assert beyond.tree(25) == pytest.approx(4.0) and beyond.tree(2) == 2.0
+
+
+@pytest.mark.parametrize("name", ["chat", "own-domain"])
+def test_a_chain_emits_what_its_profile_says_at_the_seconds_given(name):
+    text = Text(PROFILES[name])
+    plain = simulate(0, text, TIMES, lives=1)
+    found = simulate(8, text, TIMES, is_chain=True, lives=2, generations=20)
+    assert plain.tokens_per_second == pytest.approx(1 / 0.003) and plain.acceptance_length == 1
+    assert found.acceptance_length == pytest.approx(PROFILES[name].chain_length, rel=0.05)
+    assert found.milliseconds_per_round == pytest.approx(7.5) and found.nodes_per_round == 8
+    assert found.over(plain) == pytest.approx(found.tokens_per_second * 0.003)
+    assert 0 < found.over_error() < 0.05 and found.over_error(found) == pytest.approx(0, abs=1e-9)
+
+
+def test_trees_emit_more_the_larger_they_are_and_places_are_drafted_once():
+    text = Text(PROFILES["chat"])
+    lengths = [simulate(size, text, TIMES, lives=1).acceptance_length for size in (4, 16, 64)]
+    assert lengths == sorted(lengths) and lengths[2] > 1.1 * lengths[0]
+    here = text.place(5)
+    assert text.place(5) is here and here.path[0] == 0 and (np.diff(here.path) > 0).all()
+
+
+def test_auto_pays_for_looking_and_keeps_up_with_the_best_fixed_choice():
+    text = Text(PROFILES["own-domain"])
+    arms = [simulate(size, text, TIMES, lives=1, generations=24) for size in (0, 8, 16, 64)]
+    auto = simulate("auto", text, TIMES, lives=1, generations=24)
+    assert min(auto.over(arm) for arm in arms) > 0.96 and auto.milliseconds_per_round > 7.4
+
+
+def rows_of(profile):
+    took = [("ar", 0, 3.0), ("dflash", 8, 7.5), ("ddtree", 8, 7.4), ("ddtree", 64, 11.5), ("ddtree", "auto", 7.6)]
+    labels = {0: "plain", 64: "DDTree 64", "auto": "DDTree auto"}
+    return [
+        {
+            "method": method, "budget": budget, "label": labels.get(budget, method), "milliseconds_per_round": ms,
+            "profile": profile.name, "all_right": list(profile.all_right), "max_new_tokens": 40, "tokens_per_second": 1.0,
+        }
+        for method, budget, ms in took
+    ]  # fmt: skip
+
+
+def test_rows_get_what_their_milliseconds_come_to():
+    profile = Profile("mine", (0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.1))
+    rows = rows_of(profile)
+    seconds = seconds_of_rows(rows, more={1: 0.004, 32: 9.0, 257: 0.02})
+    assert seconds.trees == {1: 0.004, 9: 0.0074, 65: 0.0115, 257: 0.02}
+    add_expected(rows, profile, seconds, lives=1, generations=8)
+    plain, chain, *_, auto = rows
+    assert plain["expected_speedup"] == chain["expected_speedup_over_dflash"] == 1
+    assert max(row["expected_share_of_best_fixed"] for row in rows[:-1]) == 1
+    assert chain["expected_milliseconds_per_round"] == pytest.approx(7.5)
+    assert auto["expected_rounds"] > 8 and auto["tokens_per_second"] == 1.0
+
+
+@pytest.mark.skipif(not SCRIPT.is_file(), reason="benchmarks are not part of an installed package")
+def test_rows_that_were_measured_before_are_read_and_a_missing_profile_borrows_times(tmp_path, monkeypatch, capsys):
+    measured, out = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
+    measured.write_text("\n".join(json.dumps(row) for row in rows_of(PROFILES["chat"])))
+    arguments = ["--from", str(measured), "--out", str(out), "--lives", "1", "--also", "very-strong"]
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *arguments])
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(rows) == 10 and rows[0]["tokens_per_second"] == 1.0
+    assert "tokens_per_second" not in rows[5] and rows[5]["times_of_profile"] == "chat"
+    assert rows[6]["expected_acceptance_length"] > 7
