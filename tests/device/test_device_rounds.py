@@ -52,14 +52,19 @@ def pair(model, tmp_path):
     return target, FastDFlashDrafter(load_drafter(config, target), context_length=200)
 
 
-def host_rounds(target, drafter, policy, budget, count=40):
-    """Every round's tokens and nodes, all of them through the host."""
-    target.device_rounds = False
+def rounds_of(target, drafter, policy, budget, count=40):
+    """Every round's tokens and nodes."""
     ending = Ending(count)
     rounds = decode(target, drafter, PROMPT, build_tree=policy, budget=budget, ending=ending, sampler=Sampler())
-    done = [(r.token_ids, r.num_nodes) for r in rounds]
+    return [(r.token_ids, r.num_nodes) for r in rounds]
+
+
+def host_rounds(target, *args):
+    """The same, all of them through the host."""
+    target.device_rounds = False
+    rounds = rounds_of(target, *args)
     target.device_rounds = True
-    return done
+    return rounds
 
 
 def started(target, drafter):

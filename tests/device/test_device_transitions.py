@@ -3,14 +3,13 @@
 import pytest
 import torch
 from checkpoints import drafter_config, save_drafter
-from test_device_rounds import PROMPT, host_rounds, model, pair, tokens_of  # noqa: F401
+from test_device_rounds import PROMPT, host_rounds, model, pair, rounds_of, tokens_of  # noqa: F401
 from tiny import VOCAB, tiny_model
 
 from deltatree.decode import Ending, Sampler, decode, stream
 from deltatree.decode.auto import AutoBudget, Experience
 from deltatree.decode.costs import RoundCosts
 from deltatree.device import DeviceRounds
-from deltatree.device import rounds as rounds_module
 from deltatree.device.rounds import has_device_tree
 from deltatree.drafter import FastDFlashDrafter, NoDrafter, load_drafter, read_drafter_config
 from deltatree.models import FastTarget, ReferenceTarget
@@ -141,19 +140,17 @@ def test_budgets_may_change_and_drafting_may_rest(pair):  # noqa: F811
     assert text == truth[: len(text)]
 
 
-def test_which_trees_are_built_here(monkeypatch):
+def test_which_trees_are_built_here():
     table = TransitionTable.empty(VOCAB, num_buckets=2)
     tree, chain = TransitionTree(table), TransitionTree(table, is_chain=True)
     assert has_device_tree(tree) and has_device_tree(chain) and has_device_tree(AutoBudget(tree, Experience()))
     assert not has_device_tree(AutoBudget(chain, Experience()))
-    monkeypatch.setattr(rounds_module, "TRANSITIONS", False)
-    assert not has_device_tree(tree)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("options", [{}, {"is_chain": True}], ids=["tree", "chain"])
-def test_captured_rounds_on_a_gpu_are_those_of_the_host(tmp_path, monkeypatch, options):
+def test_captured_rounds_on_a_gpu_are_those_of_the_host(tmp_path, options):
     """Graphs captured in mid-text: plain decoding's tokens in as many rounds as the host takes, give or take a tie."""
     config = read_drafter_config(str(save_drafter(tmp_path, drafter_config())))
     reference = ReferenceTarget(tiny_model("qwen3_5_moe_text").cuda(), config.taps)
@@ -163,11 +160,11 @@ def test_captured_rounds_on_a_gpu_are_those_of_the_host(tmp_path, monkeypatch, o
     for budget in (7, 16, 31, "auto"):
         lengths = []
         for on_device in (True, False):
-            monkeypatch.setattr(rounds_module, "TRANSITIONS", on_device)
+            target.device_rounds = on_device
             policy = TransitionTree(table_of("right", truth), **options)
             if budget == "auto":
                 policy = AutoBudget(policy, Experience(RoundCosts(target.node_buckets, captured=True)))
-            rounds = host_rounds(target, drafter, policy, 31 if budget == "auto" else budget, 100)
+            rounds = rounds_of(target, drafter, policy, 31 if budget == "auto" else budget, 100)
             assert [token for tokens, _ in rounds for token in tokens] == truth
             lengths.append(len(rounds))
         assert budget == "auto" or abs(lengths[0] - lengths[1]) <= 2

@@ -33,9 +33,6 @@ from deltatree.state.static import MAX_DEPTH
 from deltatree.transitions.policy import TransitionTree
 from deltatree.tree import DraftTree, best_first, chain, no_draft
 
-TRANSITIONS = True
-"""Whether trees over transitions are built here, too; else their rounds go through the host."""
-
 
 @dataclass(frozen=True, slots=True)
 class DeviceRound:
@@ -427,7 +424,7 @@ def has_device_tree(build_tree: Callable[..., DraftTree]) -> bool:
     """Whether a policy's tree is built on the device. A budget is chosen over trees, not over transitions' chain."""
     policy = build_tree.policy if isinstance(build_tree, AutoBudget) else build_tree
     if isinstance(policy, TransitionTree):
-        return TRANSITIONS and not (policy.is_chain and policy is not build_tree)
+        return not (policy.is_chain and policy is not build_tree)
     return policy in (no_draft, chain, best_first) or hasattr(policy, "is_schedule")
 
 
