@@ -48,10 +48,11 @@ class PlainText:
         """Row by row, to the end: a state kept for later would be one more beside those that are timed."""
         state = self.target.new_state()
         logits = self.target.prefill(self.prompt_ids, state).logits
-        for root in self.token_ids:
-            yield tuple(logits[0].topk(min(KEPT, logits.shape[-1])))
+        yield tuple(logits[0].topk(min(KEPT, logits.shape[-1])))
+        for root in self.token_ids[:-1]:  # nothing is asked about what would follow the last
             logits = self.target.verify(chain_tree([root]), state).logits
             self.target.commit([0], state)
+            yield tuple(logits[0].topk(min(KEPT, logits.shape[-1])))
 
     def gap(self, position: int, token: int) -> float:
         """The best logit minus that of `token`; at least the distance to the last one kept."""

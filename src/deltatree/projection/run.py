@@ -81,7 +81,9 @@ def project(
     names: tuple[str, str] = ("", ""),
     on_pass: Callable[[int, int, Arm], object] = lambda done, total, arm: None,
 ) -> list[dict]:
-    """One row of figures an arm, and what they come to in the long run (`expected_...`). All of them first run once to warm up, and `auto` to learn.
+    """One row of figures an arm, and what they come to in the long run (`expected_...`).
+
+    All of them first run once to warm up, and `auto` to learn.
 
     timed: a drafter whose work each draft does besides, for its time    names: of target and drafter, for the rows
     """
