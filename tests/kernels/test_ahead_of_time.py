@@ -286,6 +286,20 @@ def test_the_linear_kernel_compiles(capability, monkeypatch):
     compile_all(capability, launches)
 
 
+@pytest.mark.parametrize("capability", [90, 100])
+@pytest.mark.parametrize(("tokens", "columns"), [(1, 4096), (24, 4096), (16, 6144)])
+def test_two_programs_of_a_product_in_parts_share_a_multiprocessor(capability, tokens, columns, monkeypatch):
+    """The weights that they hold are in shared memory before they wait."""
+    monkeypatch.setattr(linear, "chaining", lambda device: {"CHAINED": True, "launch_pdl": True})
+    x, weight = (torch.empty(rows, columns, dtype=torch.bfloat16, device="meta") for rows in (tokens, 2048))
+    ((kernel, args, options),) = launches_of(
+        linear, "_parts_kernel", lambda: linear.linear_parts(x, weight), monkeypatch
+    )
+    compiled = compile_for(capability, kernel, args, options)
+    before, _ = compiled.asm["ptx"].split("griddepcontrol.wait")
+    assert "st.shared" in before and 2 * compiled.metadata.shared <= SHARED_BYTES[capability]
+
+
 def transition_launches(budget: int, chain: bool, monkeypatch) -> list:
     """Building and learning at 15 depths of 64 candidates, over the published vocabulary."""
     known = transition_tree.Transitions.empty(248320, num_buckets=1 << 18, device="cpu")

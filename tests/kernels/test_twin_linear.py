@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 from kernel_cases import DEVICE, INTERPRETED, ON_GPU, TOLERANCE, agrees, needs_kernels, some_examples
 from torch import Tensor
 
-from deltatree.kernels.linear import linear
+from deltatree.kernels.linear import linear, linear_parts
 from deltatree.kernels.linear import reference as truth
+from deltatree.kernels.linear.reference import shares_of
 
 pytestmark = needs_kernels
 if ON_GPU or INTERPRETED:
-    from deltatree.kernels.linear.triton import scratch_for, shares_of
+    from deltatree.kernels.linear.triton import scratch_for
 
 
 def make_case(tokens: int, rows: int, columns: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Tensor]:
@@ -96,3 +97,41 @@ def test_a_share_left_out_does_not_pass():
     out = torch.full((3, 70), float("nan"), device=DEVICE)
     linear(x, weight, bias, out=out, scratch=scratch, backend="triton")
     assert not agrees(out, expected_of(x, weight, bias), 100 * TOLERANCE)
+
+
+def run_parts(x: Tensor, weight: Tensor) -> Tensor:
+    out = torch.full((len(x), shares_of(*weight.shape), len(weight)), float("nan"), device=DEVICE)
+    launch = {"HELD": 128} if INTERPRETED else None  # numpy's order of longer sums depends on the number of tokens
+    return linear_parts(x, weight, out=out, launch=launch, backend="triton")
+
+
+@some_examples
+@given(
+    tokens=st.integers(1, 100 if ON_GPU else 40),
+    rows=st.integers(1, 700 if ON_GPU else 140),
+    columns=st.sampled_from([24, 128, 200, 512, 1024, 1100, 1664, 2560]),
+    seed=st.integers(0, 2**20),
+)
+def test_parts_add_up_to_the_product(tokens, rows, columns, seed):
+    x, weight, _ = make_case(tokens, rows, columns, seed=seed)
+    parts = run_parts(x, weight)
+    assert agrees(parts, truth.linear_parts(x.double(), weight.double()))
+    assert agrees(parts.double().sum(1), expected_of(x, weight))
+
+
+@pytest.mark.parametrize("columns", [160, 1120, 4096])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parts_of_a_token_alone_and_among_others_are_the_same_bits(columns, dtype):
+    x, weight, _ = make_case(40, 100, columns, dtype)
+    together = run_parts(x, weight)
+    for tokens in (1, 16, 17):
+        assert torch.equal(run_parts(x[:tokens], weight), together[:tokens])
+
+
+def test_a_share_of_more_columns_than_are_held():
+    x, weight, _ = make_case(3, 64, 4096)
+    launch = {"HELD": 64, "BLOCK_K": 32}
+    out = torch.full((3, shares_of(64, 4096), 64), float("nan"), device=DEVICE)
+    assert agrees(
+        linear_parts(x, weight, out=out, launch=launch, backend="triton").double().sum(1), expected_of(x, weight)
+    )

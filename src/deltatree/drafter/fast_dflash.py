@@ -17,7 +17,7 @@ from deltatree.capture import Captured, shared_pool
 from deltatree.drafter.dflash import DFlashDrafter, DFlashLayer
 from deltatree.kernels.attention import tree_attention
 from deltatree.kernels.fused import add_norm, norm_rotate, swiglu
-from deltatree.kernels.linear import product
+from deltatree.kernels.linear import product, summed_later
 from deltatree.models.packed import fuse
 
 PROMPT_CHUNK = 2048  # rows of features that are appended at once
@@ -119,7 +119,7 @@ class FastDFlashDrafter:
             hidden = self._normed(residual, update, layer.input_layernorm)
             mixed = self._attend(buffers, index, layer, hidden)
             hidden = self._normed(residual, mixed, layer.post_attention_layernorm)
-            update = linear(swiglu(product(hidden, self.gate_ups[index])), layer.mlp.down_proj.weight)
+            update = summed_later(swiglu(product(hidden, self.gate_ups[index])), layer.mlp.down_proj.weight)
         hidden = self._normed(residual, update, self.model.norm)
         buffers.logits.copy_(self.target.head(hidden[1:]))
 
@@ -137,7 +137,7 @@ class FastDFlashDrafter:
             ancestors=self.visible[bool(config.causal[index])], length=buffers.length,
             depths=self.block_places if window else None, window=window,
         )  # fmt: skip
-        return linear(attended[0].transpose(0, 1).flatten(1), attention.o_proj.weight)
+        return summed_later(attended[0].transpose(0, 1).flatten(1), attention.o_proj.weight)
 
     def _normed(self, residual: Tensor, update: Tensor | None, norm) -> Tensor:
         return add_norm(residual, update, weight=norm.weight, eps=norm.eps)

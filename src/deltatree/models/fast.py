@@ -21,7 +21,7 @@ from deltatree.kernels.conv import tree_conv
 from deltatree.kernels.experts import expert_mlp, route
 from deltatree.kernels.fused import add_norm, gated_norm, norm_rotate, swiglu
 from deltatree.kernels.gated_delta import DeltaStash, tree_gated_delta
-from deltatree.kernels.linear import product
+from deltatree.kernels.linear import product, summed_later
 from deltatree.models.packed import Norm, PackedAttention, PackedExperts, PackedMLP, PackedRecurrent, norm_of, pack
 from deltatree.models.protocol import Verified
 from deltatree.models.reference import ReferenceTarget
@@ -208,7 +208,7 @@ class FastTarget:
         attended = tree_attention(
             q.transpose(0, 1)[None], keys, values, ancestors=nodes.ancestors, length=buffers.length, gate=gate, **window
         )[0].transpose(0, 1)
-        return linear(attended.flatten(1), w.output, w.output_bias)
+        return summed_later(attended.flatten(1), w.output, w.output_bias)
 
     def _shapes(self) -> StateShapes:
         recurrent = next((w.mixer for w in self.layers if isinstance(w.mixer, PackedRecurrent)), None)
@@ -257,13 +257,13 @@ def _recur(w: PackedRecurrent, x: Tensor, nodes: Nodes, buffers: StaticBuffers, 
         stash=DeltaStash(stash.k[index, :, :count], stash.u[index, :, :count], stash.log_decay[index, :, :count]),
     )
     normed = gated_norm(out[0], z.unflatten(-1, (w.value_heads, -1)), weight=w.norm.weight, eps=w.norm.eps)
-    return linear(normed, w.output)
+    return summed_later(normed, w.output)
 
 
 def _feed_forward(w: PackedMLP | PackedExperts, x: Tensor) -> Tensor:
     """[n, hidden] -> [n, hidden], or [n, P, hidden] whose parts the next norm adds up."""
     if isinstance(w, PackedMLP):
-        return linear(swiglu(linear(x, w.gate_up)), w.down)
+        return summed_later(swiglu(linear(x, w.gate_up)), w.down)
     return _experts(w, x)
 
 

@@ -201,8 +201,8 @@ def _combine_kernel(
     d = (tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)
     md = d < D
     if CHAINED:
+        gdc_launch_dependents()  # at once: the product behind may take in its weight meanwhile
         gdc_wait()
-        gdc_launch_dependents()
     every = tl.arange(0, BLOCK_ALL)
     highest = tl.max(tl.load(tops + base + every * rows_total, mask=every < count, other=float("-inf")), 0)
     total = tl.zeros([BLOCK_D], tl.float32)

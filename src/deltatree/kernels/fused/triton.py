@@ -67,8 +67,8 @@ def _gated_norm_kernel(
     V: tl.constexpr, BLOCK_V: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     if CHAINED:
+        gdc_launch_dependents()  # at once: the product behind may take in its weight meanwhile
         gdc_wait()
-        gdc_launch_dependents()
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     v = tl.arange(0, BLOCK_V)
     on = v < V
@@ -187,8 +187,8 @@ def norm_rotate(
 @triton.jit
 def _swiglu_kernel(x, out, size, sxn, son, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
     if CHAINED:
+        gdc_launch_dependents()  # at once: the product behind may take in its weight meanwhile
         gdc_wait()
-        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     on = at < size

@@ -8,9 +8,13 @@ from deltatree.kernels.linear import reference
 from deltatree.kernels.linear.reference import Partials
 
 linear = dispatched(reference.linear, "deltatree.kernels.linear.triton")
+linear_parts = dispatched(reference.linear_parts, "deltatree.kernels.linear.triton")
 
 MOST_TOKENS, FEWEST_ROWS, MOST_NUMBERS = 64, 9000, 100_000_000
 """Where `linear` was faster than the library's product on an H200: few tokens, weights of many rows that need no shares."""
+
+MOST_IN_PARTS, MOST_NUMBERS_IN_PARTS = 32, 40_000_000
+"""Where `linear_parts` and the norm behind it were faster than the library's product: few tokens, weights that fit on the chip."""
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -26,4 +30,15 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor |
     return torch.mm(x, weight.T, out=out) if bias is None else torch.addmm(bias, x, weight.T, out=out)
 
 
-__all__ = ["Partials", "linear", "product"]
+def summed_later(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x weight^T + bias for a norm that adds it to the residual stream: [N, M], or [N, P, M] whose parts the norm adds up."""
+    fits = bias is None and len(x) <= MOST_IN_PARTS and weight.numel() <= MOST_NUMBERS_IN_PARTS
+    if fits and x.dtype == torch.bfloat16 and backend_for(x) == "triton":
+        from deltatree.kernels.chaining import chaining
+
+        if chaining(x.device)["CHAINED"]:
+            return linear_parts(x, weight)
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+__all__ = ["Partials", "linear", "linear_parts", "product", "summed_later"]

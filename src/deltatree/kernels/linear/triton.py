@@ -17,11 +17,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from deltatree.kernels.chaining import chaining
 from deltatree.kernels.fetch import fetch_ahead
-from deltatree.kernels.linear.reference import Partials
+from deltatree.kernels.linear.reference import Partials, share_size, shares_of
 
-PROGRAMS = 264  # wanted of a launch: two for each multiprocessor of the largest chips
-SHORTEST_SHARE = 512  # columns
 EXACT = tl.constexpr("ieee" if torch.version.hip else "tf32x3")  # a float32 product to float32 accuracy
 
 
@@ -99,11 +98,6 @@ def _shared_bytes(device: torch.device) -> int:
     return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0) if on_gpu else 1 << 30
 
 
-def shares_of(rows: int, columns: int) -> int:
-    """Into how many shares the sums over `columns` are split. The number of tokens must not matter."""
-    return max(1, min(PROGRAMS // triton.cdiv(rows, 64), columns // SHORTEST_SHARE))
-
-
 def block_sizes(num_tokens: int, itemsize: int, shared_bytes: int) -> dict[str, int]:
     """The launch: a fixed table, so that a run can be repeated and live state is never tuned on.
 
@@ -163,12 +157,88 @@ def linear(
     if scratch is None and shares > 1:
         scratch = scratch_for(x, weight, launch)
     sizes = block_sizes(tokens, x.element_size(), _shared_bytes(x.device)) | (launch or {})
-    share = triton.cdiv(triton.cdiv(columns, shares), 128) * 128  # the same whatever BLOCK_K is
     grid = (triton.cdiv(rows, sizes["BLOCK_W"]), triton.cdiv(tokens, sizes["BLOCK_N"]), shares)
     _linear_kernel[grid](
         x, weight, bias, out, None if scratch is None else scratch.sums, None if scratch is None else scratch.counters,
-        tokens, rows, columns, share, *x.stride(), *weight.stride(), 1 if bias is None else bias.stride(0), *out.stride(),
+        tokens, rows, columns, share_size(rows, columns), *x.stride(), *weight.stride(), 1 if bias is None else bias.stride(0), *out.stride(),
         SHARES=shares, EVEN=columns % sizes["BLOCK_K"] == 0, WIDEN=triton.knobs.runtime.interpret, CHAINED=chained,
         **({"launch_pdl": True} if chained else {}), **sizes,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _tile(rows, ks, swk, end, EVEN: tl.constexpr):
+    where = rows + ks[None, :] * swk
+    if EVEN:
+        return tl.load(where)
+    return tl.load(where, mask=(ks < end)[None, :], other=0.0)
+
+
+@triton.jit
+def _add_tile(total, tile, tokens, ks, mn, sxk, end, EVEN: tl.constexpr, WIDEN: tl.constexpr):
+    seen = mn[None, :] if EVEN else mn[None, :] & (ks < end)[:, None]
+    inputs = tl.load(tokens + ks[:, None] * sxk, mask=seen, other=0.0)
+    if WIDEN:  # Triton's interpreter cannot multiply bfloat16
+        tile, inputs = tile.to(tl.float32), inputs.to(tl.float32)
+    return tl.dot(tile, inputs, total, input_precision=EXACT)
+
+
+@triton.jit
+def _parts_kernel(
+    x, weight, out, N, M, K, share, sxn, sxk, swm, swk, son, sop, som,
+    BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HELD: tl.constexpr, LONGER: tl.constexpr,
+    EVEN: tl.constexpr, WIDEN: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """One share of the columns for BLOCK_W rows of the weight, whose first HELD columns are there before the tokens are."""
+    m = tl.program_id(0) * BLOCK_W + tl.arange(0, BLOCK_W)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    start = tl.program_id(2) * share
+    end = tl.minimum(start + share, K)
+    mm, mn = m < M, n < N
+    rows = weight + tl.where(mm, m, 0).to(tl.int64)[:, None] * swm  # rows beyond M: the first one, not stored
+    tokens = x + n[None, :] * sxn
+    ks = start + tl.arange(0, HELD)
+    held = _tile(rows, ks, swk, end, EVEN)
+    if CHAINED:
+        if LONGER and swk == 1:
+            fetch_ahead(weight, m, mm, swm, start + HELD, tl.minimum(start + HELD + 512, end), BLOCK_K)
+        gdc_wait()
+        gdc_launch_dependents()
+    total = _add_tile(tl.zeros([BLOCK_W, BLOCK_N], tl.float32), held, tokens, ks, mn, sxk, end, EVEN, WIDEN)
+    if LONGER:
+        for k in range(start + HELD, end, BLOCK_K):
+            further = k + tl.arange(0, BLOCK_K)
+            tile = _tile(rows, further, swk, end, EVEN)
+            total = _add_tile(total, tile, tokens, further, mn, sxk, end, EVEN, WIDEN)
+    where = out + n[None, :] * son + tl.program_id(2) * sop + m[:, None] * som
+    tl.store(where, total, mask=mn[None, :] & mm[:, None])
+
+
+def parts_blocks(num_tokens: int, share: int, itemsize: int) -> dict[str, int]:
+    """The launch of `linear_parts`: two programs share a multiprocessor, and sums have one order for any number of tokens."""
+    if itemsize > 2:
+        return {"BLOCK_W": 64, "BLOCK_N": 16, "BLOCK_K": 32, "HELD": 128, "num_warps": 4, "num_stages": 3}
+    held = 512 if share <= 512 else 256
+    block_n, stages = (16, 3) if num_tokens <= 16 else (32, 2)
+    return {"BLOCK_W": 64, "BLOCK_N": block_n, "BLOCK_K": 128, "HELD": held, "num_warps": 4, "num_stages": stages}
+
+
+def linear_parts(
+    x: Tensor, weight: Tensor, out: Tensor | None = None, *, launch: dict[str, int] | None = None
+) -> Tensor:
+    """As the reference, summed in float32. launch: overrides `parts_blocks`, to measure.
+
+    Chained: the first columns of the weight come while the kernel ahead still runs.
+    """
+    (tokens, columns), rows = x.shape, weight.shape[0]
+    shares, size = shares_of(rows, columns), share_size(rows, columns)
+    out = x.new_empty(tokens, shares, rows, dtype=torch.float32) if out is None else out
+    sizes = parts_blocks(tokens, size, x.element_size()) | (launch or {})
+    grid = (triton.cdiv(rows, sizes["BLOCK_W"]), triton.cdiv(tokens, sizes["BLOCK_N"]), shares)
+    even = columns % size == 0 and size >= sizes["HELD"] and (size - sizes["HELD"]) % sizes["BLOCK_K"] == 0
+    _parts_kernel[grid](
+        x, weight, out, tokens, rows, columns, size, *x.stride(), *weight.stride(), *out.stride(),
+        EVEN=even, LONGER=size > sizes["HELD"], WIDEN=triton.knobs.runtime.interpret, **chaining(x.device), **sizes,
     )  # fmt: skip
     return out
