@@ -119,7 +119,8 @@ class FastTarget:
         return self.reference.embed(token_ids)
 
     def head(self, hidden: Tensor) -> Tensor:
-        return self.reference.head(hidden)
+        head = self.model.get_output_embeddings()
+        return product(hidden, head.weight, head.bias) if hidden.dim() == 2 else head(hidden)
 
     def lock_step(self, batch: int, length: int) -> LockStep | None:
         """Up to `batch` sequences of up to `length` tokens side by side, fewer where memory is short; None if not one fits."""
@@ -181,8 +182,7 @@ class FastTarget:
             update = _feed_forward(layer.mlp, _normed(residual, mixed, layer.post_norm))
         hidden = _normed(residual, update, self.norm)
         self._tap(buffers, len(self.layers), hidden, count)
-        head = self.model.get_output_embeddings()
-        torch.mm(hidden, head.weight.T, out=buffers.logits[:count])
+        product(hidden, self.model.get_output_embeddings().weight, out=buffers.logits[:count])
 
     def _tap(self, buffers: StaticBuffers, index: int, hidden: Tensor, count: int) -> None:
         """Keep a hidden state that the drafter reads."""

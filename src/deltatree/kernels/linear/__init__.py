@@ -13,6 +13,9 @@ linear_parts = dispatched(reference.linear_parts, "deltatree.kernels.linear.trit
 MOST_TOKENS, FEWEST_ROWS, MOST_NUMBERS = 64, 9000, 100_000_000
 """Where `linear` was faster than the library's product on an H200: few tokens, weights of many rows that need no shares."""
 
+MOST_TOKENS_OF_A_HEAD, MOST_COLUMNS_OF_A_HEAD = 16, 2048
+"""The same for weights of more than MOST_NUMBERS, which are the output heads of the smaller models."""
+
 MOST_IN_PARTS, MOST_NUMBERS_IN_PARTS = 32, 40_000_000
 """Where `linear_parts` and the norm behind it were faster than the library's product: few tokens, weights that fit on the chip."""
 
@@ -22,8 +25,12 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor |
 
     out: [N, M], written and returned instead of a new tensor in x's dtype
     """
-    fits = len(x) <= MOST_TOKENS and weight.shape[0] >= FEWEST_ROWS and weight.numel() <= MOST_NUMBERS
-    if fits and x.dtype == torch.bfloat16 and backend_for(x) == "triton":
+    (rows, columns), tokens = weight.shape, len(x)
+    fits = tokens <= MOST_TOKENS and rows >= FEWEST_ROWS and rows * columns <= MOST_NUMBERS
+    is_small_head = (
+        tokens <= MOST_TOKENS_OF_A_HEAD and rows * columns > MOST_NUMBERS and columns <= MOST_COLUMNS_OF_A_HEAD
+    )
+    if (fits or is_small_head) and x.dtype == torch.bfloat16 and backend_for(x) == "triton":
         return linear(x, weight, bias, out)
     if out is None:
         return torch.nn.functional.linear(x, weight, bias)
