@@ -112,7 +112,8 @@ def test_tokens_are_routed_the_same_at_every_number(shape, chained):
     everyone = router_case(512, **ROUTERS[shape], dtype=torch.bfloat16)
     experts, shared = everyone.num_experts, everyone.shared
     routing, logits = run_router(everyone, chained=chained)
-    assert agrees(logits, everyone.x.double() @ everyone.router[: experts + shared].double().T)
+    exact = everyone.x.double() @ everyone.router[: experts + shared].double().T
+    assert agrees(logits, exact, 5e-5)  # sums of 2,048 in float32
     for tokens in (1, 2, 8, 16, 17, 33, 64, 65, 129, 256, 257, 512):
         few, few_logits = run_router(everyone.first(tokens), chained=chained)
         rounded = few_logits.bfloat16()

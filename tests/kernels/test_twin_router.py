@@ -104,7 +104,7 @@ def test_agrees_with_float64(tokens, experts, top_k, hidden, normalise, shared, 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("tokens", "shared"), [(1, True), (1, False), (21, True), (40, False)])
+@pytest.mark.parametrize(("tokens", "shared"), [(1, True), (1, False), (7, True), (34, False)])
 def test_equal_logits_go_to_the_lower_expert(tokens, shared, dtype):
     case = make_case(tokens, experts=40, top_k=8, shared=shared, whole=True, dtype=dtype)
     routing, logits = run(case)
@@ -118,21 +118,21 @@ def test_equal_logits_go_to_the_lower_expert(tokens, shared, dtype):
 
 def test_bfloat16():
     """Logits are rounded before they are compared; the interpreter cuts bits off where a GPU rounds."""
-    case = make_case(33, experts=40, top_k=8, hidden=520, dtype=torch.bfloat16)
+    case = make_case(18, experts=40, top_k=8, hidden=520, dtype=torch.bfloat16)
     routing, logits = run(case)
     rounded = (logits.view(torch.int32) & -(2**16)).view(torch.float32) if INTERPRETED else logits
     rounded = rounded.bfloat16()
     expected = truth.route(rounded[:, :40], 8, True, rounded[:, 40])
-    assert agrees(logits, case.x.double() @ case.router[:41].double().T)
+    assert agrees(logits, case.x.double() @ case.router[:41].double().T, 5e-5)
     assert torch.equal(routing.experts, expected.experts) and same_blocks(routing, expected)
     assert agrees(routing.weights, expected.weights, 8e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_token_alone_and_among_others_gets_the_same_bits(dtype):
-    everyone = make_case(66, experts=40, dtype=dtype)
-    assert block_sizes(66, 2)["shares"] != block_sizes(1, 2)["shares"]
-    routing, logits = run(everyone)
+    everyone = make_case(34, experts=40, dtype=dtype)
+    routing, logits = run(everyone, launch={"shares": block_sizes(256, everyone.x.element_size())["shares"]})
+    assert block_sizes(256, 2)["shares"] != block_sizes(1, 2)["shares"]
     for tokens in (1, 16, 17):
         few, few_logits = run(everyone.first(tokens))
         assert torch.equal(few_logits, logits[:tokens])
@@ -140,7 +140,7 @@ def test_a_token_alone_and_among_others_gets_the_same_bits(dtype):
         assert torch.equal(few.weights, routing.weights[:tokens])
 
 
-@pytest.mark.parametrize("tokens", [2, 16, 17, 32, 33, 70])
+@pytest.mark.parametrize("tokens", [2, 16, 17, 33])
 def test_all_tokens_may_choose_the_same_experts(tokens):
     case = make_case(tokens)
     case = replace(case, x=case.x[:1].expand(tokens, -1))  # rows without a stride
@@ -148,8 +148,8 @@ def test_all_tokens_may_choose_the_same_experts(tokens):
 
 
 def test_scratch_and_tables_serve_again():
-    cases = [make_case(33, seed=seed) for seed in (1, 2)]
-    out, scratch = unwritten(33, 3, 12, True), router_scratch_for(cases[0].x, 12, shared=True)
+    cases = [make_case(19, seed=seed) for seed in (1, 2)]
+    out, scratch = unwritten(19, 3, 12, True), router_scratch_for(cases[0].x, 12, shared=True)
     for case in (*cases, cases[0]):
         again = route_tokens(case.x, case.router, *case.choice, out=out, scratch=scratch, backend="triton")
         expected = true_routing(case)

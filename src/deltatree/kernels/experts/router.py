@@ -26,11 +26,11 @@ from deltatree.kernels.experts.triton import EXACT, MOST_TOKENS, ROWS, chain_opt
 SHARE = 256  # columns of the router whose products one program adds up
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def _shares_kernel(
-    x, router, sums, marks, block_rows, N, R, K, E, num_rows, sxn, sxk, srr, srk, spread,
-    WORDS: tl.constexpr, FILL: tl.constexpr, SHARE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_K: tl.constexpr, EVEN: tl.constexpr, WIDEN: tl.constexpr, CHAINED: tl.constexpr,
+    x, router, sums, marks, block_rows, N, R, K, num_marks, num_rows, sxn, sxk, srr, srk, spread,
+    FILL: tl.constexpr, SHARE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr, WIDEN: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One share of some tokens' logits for some experts. All programs together clear the marks and empty the blocks."""
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -45,11 +45,9 @@ def _shares_kernel(
         gdc_wait()
         gdc_launch_dependents()
     if marks is not None:
-        if share + tl.program_id(2) == 0:
-            words = tl.arange(0, WORDS)[:, None] * E + r[None, :]
-            tl.store(marks + words, tl.zeros([WORDS, BLOCK_R], tl.int32), mask=(r < E)[None, :])
         program = (tl.program_id(2) * tl.num_programs(1) + share) * tl.num_programs(0) + tl.program_id(0)
         at = program * FILL + tl.arange(0, FILL)
+        tl.store(marks + at, tl.zeros([FILL], tl.int32), mask=at < num_marks)
         tl.store(block_rows + at, tl.full([FILL], -1, tl.int32), mask=at < num_rows)
     total = tl.zeros([BLOCK_N, BLOCK_R], tl.float32)
     for step in tl.static_range(SHARE // BLOCK_K):
@@ -116,7 +114,7 @@ def _ones(words):
     return (words + (words >> 16)) & 0x3F
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def _group_kernel(
     experts, marks, block_experts, block_rows, num_blocks, N, E,
     CHOICES: tl.constexpr, SHARED: tl.constexpr, WORDS: tl.constexpr, BLOCK_A: tl.constexpr, BINS: tl.constexpr,
@@ -210,16 +208,16 @@ def route_tokens(
     chain = chain_options(x, chained)
     sums, marks = scratch.sums, scratch.marks
     shares, spread = sums.shape[1:]
-    words = 1 if marks is None else marks.shape[0]
+    num_marks, num_rows = 0 if marks is None else marks.numel(), out.block_rows.numel()
     rows, choices = num_experts + shared, top_k + shared
     tables = out.block_experts, out.block_rows, out.num_blocks
     one = sizes["shares"]
     grid = triton.cdiv(rows, one["BLOCK_R"]), shares, triton.cdiv(tokens, one["BLOCK_N"])
-    num_rows = out.block_rows.numel()
+    fill = triton.cdiv(max(num_marks, num_rows), math.prod(grid))
     _shares_kernel[grid](
-        x, router, sums, marks, out.block_rows, tokens, rows, hidden, num_experts, num_rows, *x.stride(),
-        *router.stride(), spread, WORDS=words, FILL=max(32, triton.next_power_of_2(triton.cdiv(num_rows, math.prod(grid)))),
-        SHARE=SHARE, EVEN=hidden % SHARE == 0, WIDEN=triton.knobs.runtime.interpret, **one, **chain,
+        x, router, sums, marks, out.block_rows, tokens, rows, hidden, num_marks, num_rows, *x.stride(), *router.stride(),
+        spread, FILL=max(64, triton.next_power_of_2(fill)), SHARE=SHARE, EVEN=hidden % SHARE == 0,
+        WIDEN=triton.knobs.runtime.interpret, **one, **chain,
     )  # fmt: skip
     _choose_kernel[(tokens,)](
         sums, out.experts, out.weights, *tables, marks, num_experts, spread,
@@ -230,7 +228,7 @@ def route_tokens(
     if marks is not None:
         group = sizes["group"]
         _group_kernel[(triton.cdiv(tokens * choices, group["BLOCK_A"]),)](
-            out.experts, marks, *tables, tokens, num_experts, CHOICES=choices, SHARED=shared, WORDS=words,
+            out.experts, marks, *tables, tokens, num_experts, CHOICES=choices, SHARED=shared, WORDS=marks.shape[0],
             BINS=max(32, triton.next_power_of_2(num_experts)), **group, **chain,
         )  # fmt: skip
     return out
