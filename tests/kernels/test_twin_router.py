@@ -94,9 +94,12 @@ def true_routing(case: Case) -> Routing:
     seed=st.integers(0, 2**20),
 )
 def test_agrees_with_float64(tokens, experts, top_k, hidden, normalise, shared, seed):
+    """The logits do, and the choices are those of these logits: at a near-tie float64 may choose otherwise."""
     case = make_case(tokens, experts=experts, top_k=top_k, hidden=hidden, normalise=normalise, shared=shared, seed=seed)
     routing, logits = run(case)
-    expected = true_routing(case)
+    expected = truth.route(
+        logits[:, :experts].double(), top_k, normalise, logits[:, experts].double() if shared else None
+    )
     assert agrees(logits, case.x.double() @ case.router[: experts + shared].double().T)
     assert torch.equal(routing.experts, expected.experts)
     assert agrees(routing.weights, expected.weights)
