@@ -2,12 +2,17 @@
 
     python benchmarks/experts.py --out results.jsonl                        # three shapes, 1 to 256 tokens
     python benchmarks/experts.py --tune --shapes qwen3.6-35b-a3b            # launches side by side, a table last
+    python benchmarks/experts.py --routes                                   # both ways from tokens to blocks, a table
 
 Every time is the median over replays of one graph that holds CALLS layers' calls, each with a routing of its own, over
 LAYERS sets of weights (together far larger than the L2 cache), divided by the number of calls. Routing is random, which
 wakes more experts than text does. `floor_us` is the weights of the experts woken, each read once, over 4.2 TB/s.
 Before anything is timed, one call of every size is checked against the reference in float64.
 Kernels are compiled first, in processes of their own.
+
+With --routes a graph holds ROUTERS layers, each with a router of its own: a norm, as in a model, and then the library's product
+and `route`, or `route_tokens`' own kernels, or nothing; the table shows what is added to the norm. `same` says how many of
+the chosen experts are those of the other way, whose logits are rounded sums in another order.
 """
 
 from __future__ import annotations
@@ -28,11 +33,13 @@ import triton
 from kernels import BANDWIDTH, graph_us, num_bytes, relative_error
 from torch import Tensor
 
-from deltatree.kernels.experts import Routing, reference
+from deltatree.kernels.experts import Routing, reference, router
 from deltatree.kernels.experts import triton as experts
+from deltatree.kernels.fused import add_norm
 
 CALLS = 8
 LAYERS = 4
+ROUTERS = 40
 TOLERANCE = 6e-3  # relative, bfloat16 activations and results against float64
 COMPILERS = 10  # processes
 
@@ -88,6 +95,22 @@ VARIANTS = {
         variant(128, 128, 4, 4),
         variant(128, 128, 8, 4),
     ],
+}
+
+
+ROUTES = {  # launches of `route_tokens`; "share": columns of a share
+    "table": {},
+    "share 128": {"share": 128},
+    "share 512": {"share": 512},
+    "16 rows": {"shares": {"BLOCK_R": 16, "num_warps": 2}},
+    "64 rows": {"shares": {"BLOCK_R": 64}},
+    "16 tokens": {"shares": {"BLOCK_N": 16}},
+    "32 tokens": {"shares": {"BLOCK_N": 32}},
+    "32 tokens, 64 rows": {"shares": {"BLOCK_N": 32, "BLOCK_R": 64}},
+    "choose 2 warps": {"choose": {"num_warps": 2}},
+    "group 1 warp": {"group": {"BLOCK_A": 64, "num_warps": 1}},
+    "group 2 warps": {"group": {"BLOCK_A": 64, "num_warps": 2}},
+    "group 8 warps": {"group": {"BLOCK_A": 256, "num_warps": 8}},
 }
 
 
@@ -279,6 +302,73 @@ def run(options: argparse.Namespace, chainable: bool) -> Iterator[dict]:
         torch.cuda.empty_cache()
 
 
+class RouterCall:
+    """One layer's way from a residual to blocks: the norm, then one of the two ways."""
+
+    def __init__(self, shape: Shape, tokens: int) -> None:
+        def normal(*sizes: int) -> Tensor:
+            return torch.randn(sizes, device="cuda", dtype=torch.bfloat16)
+
+        self.shape, rows = shape, shape.experts + shape.shared
+        self.residual, self.weight = normal(tokens, shape.hidden), normal(shape.hidden)
+        self.router = torch.zeros(-(-rows // 64) * 64, shape.hidden, device="cuda", dtype=torch.bfloat16)
+        self.router[:rows] = normal(rows, shape.hidden) * shape.hidden**-0.5
+        self.x = torch.empty_like(self.residual)
+        self.routing = Routing.empty(tokens, shape.top_k, shape.experts, shared=shape.shared, device="cuda")
+
+    def norm(self) -> None:
+        add_norm(self.residual, None, weight=self.weight, eps=1e-6, out=self.x)
+
+    def present(self) -> None:
+        """The library's product and `route`."""
+        self.norm()
+        logits, gate = reference.router_logits(self.x, self.router, self.shape.experts, shared=self.shape.shared)
+        experts.route(logits, self.shape.top_k, True, gate, self.routing)
+
+    def fused(self, launch: dict | None = None) -> None:
+        """`route_tokens` in kernels of its own."""
+        self.norm()
+        shape = self.shape
+        router.route_tokens(
+            self.x, self.router, shape.experts, shape.top_k, True, shape.shared, self.routing, launch=launch
+        )
+
+    def chosen(self) -> Tensor:
+        return self.routing.experts.sort(-1).values.clone()
+
+
+def routes(options: argparse.Namespace) -> Iterator[dict]:
+    """Both ways, and with --tune further launches of the second."""
+    for name in options.shapes:
+        for tokens in options.tokens:
+            calls = [RouterCall(SHAPES[name], tokens) for _ in range(ROUTERS)]
+            norm = graph_us([call.norm for call in calls])
+            present = graph_us([call.present for call in calls]) - norm
+            calls[0].present()
+            expected = calls[0].chosen()
+            record = {"benchmark": "routes", "shape": name, "tokens": tokens, "us_norm": norm, "us_present": present}
+            for kind, launch in ROUTES.items() if options.tune else [("table", {})]:
+                launch = dict(launch)
+                usual, router.SHARE = router.SHARE, launch.pop("share", router.SHARE)
+                launch["shares"] = {"BLOCK_K": router.SHARE} | launch.get("shares", {})
+                try:
+                    us = graph_us([lambda c=c, launch=launch: c.fused(launch) for c in calls]) - norm
+                    calls[0].fused(launch)
+                    same = (calls[0].chosen() == expected).double().mean().item()
+                    yield record | {"launch": kind, "us_fused": us, "same": same}
+                except triton.OutOfResources as error:
+                    print(f"{kind}: {error}", file=sys.stderr)
+                router.SHARE = usual
+
+
+def print_routes(records: list[dict]) -> None:
+    names = ("us_norm", "us_present", "us_fused", "same")
+    print(f"\n{'shape':>20} {'tokens':>6} {'launch':>20} " + " ".join(f"{name:>10}" for name in names))
+    for r in records:
+        cells = " ".join(f"{r[name]:10.3f}" for name in names)
+        print(f"{r['shape']:>20} {r['tokens']:>6} {r['launch']:>20} {cells}")
+
+
 def jobs_of(options: argparse.Namespace, chainable: bool) -> list[tuple]:
     """The calls to compile: those of the table for every size, or of every variant."""
     plain = [(n, t, None, c) for n in options.shapes for t in options.tokens for c in {False, chainable}]
@@ -295,9 +385,11 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--tokens", nargs="*", type=int, default=list(TOKENS))
     parser.add_argument("--tune", action="store_true", help="compare launches instead of measuring the table's")
+    parser.add_argument("--routes", action="store_true", help="the ways from tokens to blocks, instead of the products")
     options = parser.parse_args()
     chainable = torch.cuda.get_device_capability() >= (9, 0)
-    compile_all(jobs_of(options, chainable))
+    if not options.routes:
+        compile_all(jobs_of(options, chainable))
     torch.manual_seed(0)
     where = {
         "device": torch.cuda.get_device_name(),
@@ -306,13 +398,15 @@ def main() -> None:
     }
     records = []
     with open(options.out, "w") if options.out else open("/dev/null", "w") as file:
-        for record in run(options, chainable):
+        for record in routes(options) if options.routes else run(options, chainable):
             records.append(record)
             rounded = {k: round(v, 3) if isinstance(v, float) and v > 0.01 else v for k, v in record.items()}
             print(json.dumps(rounded), flush=True)
             file.write(json.dumps(rounded | where) + "\n")
             file.flush()
     show: Callable[[list[dict]], None] = print_tuned if options.tune else print_measured
+    if options.routes:
+        show = print_routes
     show(records)
 
 

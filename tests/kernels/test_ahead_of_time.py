@@ -15,7 +15,7 @@ from deltatree.kernels.candidates import triton as candidates  # noqa: E402
 from deltatree.kernels.commit import triton as commit  # noqa: E402
 from deltatree.kernels.conv import triton as conv  # noqa: E402
 from deltatree.kernels.delta_step import triton as delta_step  # noqa: E402
-from deltatree.kernels.experts import Routing  # noqa: E402
+from deltatree.kernels.experts import Routing, router  # noqa: E402
 from deltatree.kernels.experts import triton as experts  # noqa: E402
 from deltatree.kernels.gated_delta import DeltaStash, Gates, PendingCommit, lean  # noqa: E402
 from deltatree.kernels.gated_delta import triton as delta  # noqa: E402
@@ -256,6 +256,43 @@ def test_every_expert_kernel_compiles(capability, monkeypatch):
     if capability >= 90:  # launches that overlap the end of the kernel before
         launches = expert_launches(64, torch.bfloat16, monkeypatch, chained=True) + launches
     compile_all(capability, launches)
+
+
+def router_launches(tokens: int, num_experts: int, dtype: torch.dtype, monkeypatch, **options) -> list:
+    """From tokens of size 2,048 to their blocks, with a shared expert where there are more than 128 others."""
+    x, weight = torch.empty(tokens, 2048, dtype=dtype), torch.empty(num_experts + 1, 2048, dtype=dtype)
+    kernels = {name: getattr(router, name) for name in ("_shares_kernel", "_choose_kernel", "_group_kernel")}
+    with monkeypatch.context() as patch:
+        for name in kernels:
+            patch.setattr(router, name, Recorder())
+        router.route_tokens(x, weight, num_experts, 8, True, num_experts > 128, **options)
+        return [(kernel, *launch) for name, kernel in kernels.items() for launch in getattr(router, name).launches]
+
+
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+def test_every_router_kernel_compiles(capability, monkeypatch):
+    chained = capability >= 90
+    launches = [
+        *router_launches(16, 256, torch.bfloat16, monkeypatch, chained=chained),
+        *router_launches(1, 512, torch.bfloat16, monkeypatch, chained=chained),
+        *router_launches(257, 128, torch.bfloat16, monkeypatch, chained=chained),
+        *router_launches(64, 256, torch.float32, monkeypatch),
+    ]
+    assert len(launches) == 3 + 2 + 3 + 3
+    compile_all(capability, launches)
+
+
+@pytest.mark.parametrize("tokens", [1, 17, 256])
+def test_the_router_reads_its_weight_before_it_waits(tokens, monkeypatch):
+    """On Hopper, in bfloat16: every load of the first launch before the wait is of the weight; the tokens come behind it."""
+    launches = router_launches(tokens, 256, torch.bfloat16, monkeypatch, chained=True)
+    kernel, args, options = launches[0]
+    code = compile_for(90, kernel, args, options).asm["ptx"]
+    before, behind = code.split("griddepcontrol.wait")
+    loads = "ld.global.v4.b32"
+    assert before.count(loads) == 32 * 256 * 2 // 16 // 128  # 16 bytes a thread, 128 threads
+    assert behind.count(loads) == (16 if tokens <= 64 else 32) * 256 * 2 // 16 // 128
+    assert "st.global" not in before and "wgmma" not in code
 
 
 def linear_launches(tokens: int, rows: int, dtype: torch.dtype, monkeypatch, **options) -> list:

@@ -6,8 +6,10 @@ import pytest
 import torch
 from kernel_cases import ON_GPU, agrees
 from test_twin_experts import TOLERANCE_BF16, expected_of, make_case, routed, run, same_blocks
+from test_twin_router import make_case as router_case
+from test_twin_router import run as run_router
 
-from deltatree.kernels.experts import Routing, combine, expert_mlp, route, scratch_for
+from deltatree.kernels.experts import Routing, combine, expert_mlp, route, route_tokens, scratch_for
 from deltatree.kernels.experts import reference as truth
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")]
@@ -94,3 +96,60 @@ def test_offsets_beyond_32_bits():
     assert agrees(expert_mlp(case.x, routing, spread, case.down), expected)
     spread = pool.as_strided(case.down.shape, (far, *case.down.stride()[1:])).copy_(case.down)
     assert agrees(expert_mlp(case.x, routing, case.gate_up, spread), expected)
+
+
+ROUTERS = {
+    "qwen3.6-35b-a3b": {"experts": 256, "top_k": 8, "hidden": 2048},
+    "qwen3-coder-30b-a3b": {"experts": 128, "top_k": 8, "hidden": 2048, "shared": False},
+    "qwen3-next-80b-a3b": {"experts": 512, "top_k": 10, "hidden": 2048},
+}
+
+
+@pytest.mark.parametrize("chained", [False, True])
+@pytest.mark.parametrize("shape", ROUTERS)
+def test_tokens_are_routed_the_same_at_every_number(shape, chained):
+    """By the rounded sums, which agree with float64; and not a bit depends on the number of tokens."""
+    everyone = router_case(512, **ROUTERS[shape], dtype=torch.bfloat16)
+    experts, shared = everyone.num_experts, everyone.shared
+    routing, logits = run_router(everyone, chained=chained)
+    exact = everyone.x.double() @ everyone.router[: experts + shared].double().T
+    assert agrees(logits, exact, 5e-5)  # sums of 2,048 in float32
+    for tokens in (1, 2, 8, 16, 17, 33, 64, 65, 129, 256, 257, 512):
+        few, few_logits = run_router(everyone.first(tokens), chained=chained)
+        rounded = few_logits.bfloat16()
+        expected = truth.route(rounded[:, :experts], everyone.top_k, True, rounded[:, experts] if shared else None)
+        assert torch.equal(few_logits, logits[:tokens]), tokens
+        assert torch.equal(few.experts, expected.experts) and same_blocks(few, expected), tokens
+        assert torch.equal(few.experts, routing.experts[:tokens]), tokens
+        assert torch.equal(few.weights, routing.weights[:tokens]) and agrees(few.weights, expected.weights, 8e-3), (
+            tokens
+        )
+
+
+@pytest.mark.parametrize("tokens", [1, 24, 256])
+def test_a_captured_router_feeds_the_products(tokens):
+    """Replayed with other tokens each time: nothing of the replay before is left, and tables are read in time."""
+    case = make_case(tokens, **SHAPES["qwen3.6-35b-a3b"], dtype=torch.bfloat16)
+    router = router_case(1, experts=64, top_k=8, hidden=2048, dtype=torch.bfloat16).router
+    routing = Routing.empty(tokens, 8, 64, shared=True, device="cuda")
+    parts = torch.empty(tokens, 9, 2048, device="cuda", dtype=torch.bfloat16)
+
+    def step():
+        for _ in range(3):  # the next one overlaps the end of the one before
+            route_tokens(case.x, router, 64, 8, True, shared=True, out=routing)
+            expert_mlp(case.x, routing, *case.weights, out=parts)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for _ in range(20):
+        case.x.normal_()
+        for tensor in (parts, routing.weights):
+            tensor.fill_(float("nan"))
+        graph.replay()
+        expected = Routing.empty(tokens, 8, 64, shared=True, device="cuda")
+        route_tokens(case.x, router, 64, 8, True, shared=True, out=expected)
+        assert torch.equal(routing.experts, expected.experts) and torch.equal(routing.weights, expected.weights)
+        assert same_blocks(routing, truth._group(expected, 64))
+        assert agrees(parts, expected_of(case, expected), TOLERANCE_BF16)

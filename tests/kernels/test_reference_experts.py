@@ -9,7 +9,8 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeSpars
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextSparseMoeBlock
 
-from deltatree.kernels.experts import combine, expert_mlp, route
+from deltatree.kernels import experts
+from deltatree.kernels.experts import combine, expert_mlp, route, route_tokens
 
 SIZES = {"hidden_size": 32, "moe_intermediate_size": 16, "num_experts": 12, "num_experts_per_tok": 3}
 SHARED = {"shared_expert_intermediate_size": 24}
@@ -50,6 +51,21 @@ def test_the_block_of_a_model(architecture, normalise, tokens):
     expected = block(x[None])
     expected = expected[0] if isinstance(expected, tuple) else expected
     torch.testing.assert_close(ours(block, x, normalise=normalise), expected[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("most", [0, 512])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("tokens", "shared"), [(1, True), (7, True), (7, False)])
+def test_tokens_are_routed_by_their_rounded_logits(tokens, shared, dtype, most, monkeypatch):
+    """Whichever way is taken; rows of the router behind those of the experts and the shared one mean nothing."""
+    monkeypatch.setattr(experts, "MOST_TOKENS", most)
+    x, router = torch.randn(tokens, 32).to(dtype), torch.randn(9 + 7, 32).to(dtype)
+    logits = torch.nn.functional.linear(x, router[:10] if tokens == 1 else router)
+    expected = route(logits[:, :9], 3, True, logits[:, 9] if shared else None)
+    routing = route_tokens(x, router, 9, 3, True, shared=shared)
+    assert torch.equal(routing.experts, expected.experts) and torch.equal(routing.weights, expected.weights)
+    assert torch.equal(routing.block_rows[: int(expected.num_blocks)], expected.block_rows[: int(expected.num_blocks)])
+    assert route_tokens(x, router, 9, 3, True, shared=shared, out=routing) is routing
 
 
 def test_written_where_asked():

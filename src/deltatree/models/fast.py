@@ -18,7 +18,7 @@ from deltatree.capture import Captured, shared_pool
 from deltatree.errors import TreeError
 from deltatree.kernels.attention import tree_attention
 from deltatree.kernels.conv import tree_conv
-from deltatree.kernels.experts import expert_mlp, route
+from deltatree.kernels.experts import expert_mlp, route_tokens
 from deltatree.kernels.fused import add_norm, gated_norm, norm_rotate, swiglu
 from deltatree.kernels.gated_delta import DeltaStash, tree_gated_delta
 from deltatree.kernels.linear import product, summed_later
@@ -269,9 +269,6 @@ def _feed_forward(w: PackedMLP | PackedExperts, x: Tensor) -> Tensor:
 
 def _experts(w: PackedExperts, x: Tensor) -> Tensor:
     """Every token's weighted parts, [n, P, hidden]."""
-    rows = w.num_experts + (w.shared is not None)
-    logits = linear(x, w.router[:rows] if len(x) == 1 else w.router)
-    if w.shared is None:
-        return expert_mlp(x, route(logits, w.top_k, w.normalise), w.gate_up, w.down)
-    routing = route(logits[:, : w.num_experts], w.top_k, w.normalise, shared_logit=logits[:, w.num_experts])
-    return expert_mlp(x, routing, w.gate_up, w.down, w.shared.gate_up, w.shared.down)
+    routing = route_tokens(x, w.router, w.num_experts, w.top_k, w.normalise, shared=w.shared is not None)
+    shared = () if w.shared is None else (w.shared.gate_up, w.shared.down)
+    return expert_mlp(x, routing, w.gate_up, w.down, *shared)

@@ -91,6 +91,41 @@ def route(
     return _group(out, num_experts)
 
 
+@dataclass(frozen=True, slots=True)
+class RouterScratch:
+    """Scratch of the fast twin of `route_tokens`; what it holds before a call does not matter."""
+
+    sums: Tensor  # [N, shares, at least R] float32: a token's logits, each share's products added up
+    marks: Tensor | None  # [words, E] int32: bit n % 32 of word n // 32 where token n chose the expert; None: one token
+
+
+def route_tokens(
+    x: Tensor,
+    router: Tensor,
+    num_experts: int,
+    top_k: int,
+    normalise: bool,
+    shared: bool = False,
+    out: Routing | None = None,
+    scratch: RouterScratch | None = None,
+) -> Routing:
+    """`route` of the router's logits, which are rounded to x's dtype.
+
+    x: [N, H]    router: [R, H], a row for each of the E experts, then one for the gate of the shared expert
+    num_experts: E    shared: whether there is that row; any further ones mean nothing
+    top_k, normalise, out: as in `route`    scratch: from `router_scratch_for`; only the fast twin needs it
+    """
+    logits, gate = router_logits(x, router, num_experts, shared=shared)
+    return route(logits, top_k, normalise, gate, out)
+
+
+def router_logits(x: Tensor, router: Tensor, num_experts: int, *, shared: bool) -> tuple[Tensor, Tensor | None]:
+    """The library's product: logits [N, E], and the shared expert's [N] if there is one. Arguments as in `route_tokens`."""
+    # One token takes the rows that mean something; for more the library's product is faster with rows of zeros behind.
+    logits = linear(x, router[: num_experts + shared] if len(x) == 1 else router)
+    return logits[:, :num_experts], logits[:, num_experts] if shared else None
+
+
 def _group(routing: Routing, num_experts: int) -> Routing:
     """Fill in the blocks of a routing whose choices are known."""
     chosen = routing.experts.flatten().cpu()

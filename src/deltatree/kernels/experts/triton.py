@@ -26,19 +26,17 @@ ROWS = tl.constexpr(BLOCK_M)
 
 
 @triton.jit
-def _choose_kernel(
-    logits, shared_logit, experts, weights, block_experts, block_rows, num_blocks,
-    E, sln, sle, ssn,
-    TOP_K: tl.constexpr, CHOICES: tl.constexpr, NORMALISE: tl.constexpr, NARROW: tl.constexpr, ALONE: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr, CHAINED: tl.constexpr,
+def choose(
+    values, gate, experts, weights, E,
+    TOP_K: tl.constexpr, CHOICES: tl.constexpr, NORMALISE: tl.constexpr, NARROW: tl.constexpr, DTYPE: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """One token's choices. A logit and its expert make one integer, larger for the larger logit, then the lower expert."""
-    if CHAINED:
-        gdc_wait()
-        gdc_launch_dependents()
-    n = tl.program_id(0)
+    """One token's choices from its logits. One and its expert make one integer, larger for the larger, then the lower expert.
+
+    values: [BLOCK_E] float32, the logits of DTYPE    gate: the shared expert's, looked at where CHOICES > TOP_K
+    experts, weights: where the token's rows begin    Returns the chosen experts, [BLOCK_C]
+    """
     e = tl.arange(0, BLOCK_E)
-    values = tl.load(logits + n * sln + e * sle, mask=e < E, other=float("-inf")).to(tl.float32)
     bits = (values + 0.0).to(tl.int32, bitcast=True)  # adding 0 makes a zero of -0
     if NARROW:  # bfloat16: 16 bits and the expert fit in one word
         bits = bits >> 16
@@ -63,22 +61,51 @@ def _choose_kernel(
     highest = tl.max(scores, 0)
     shares = tl.exp(scores - highest)
     shares = shares / (tl.sum(shares, 0) if NORMALISE else tl.sum(tl.exp(values - highest), 0))
-    shares = shares.to(logits.dtype.element_ty).to(tl.float32)
-    if shared_logit is not None:
-        gate = tl.sigmoid(tl.load(shared_logit + n * ssn).to(tl.float32))
-        shares = tl.where(c == TOP_K, gate.to(shared_logit.dtype.element_ty).to(tl.float32), shares)
+    shares = shares.to(DTYPE).to(tl.float32)
+    if CHOICES > TOP_K:
+        shares = tl.where(c == TOP_K, tl.sigmoid(gate).to(DTYPE).to(tl.float32), shares)
         chosen = tl.where(c == TOP_K, E, chosen)
-    tl.store(experts + n * CHOICES + c, chosen, mask=c < CHOICES)
-    tl.store(weights + n * CHOICES + c, shares, mask=c < CHOICES)
-    if ALONE:  # one token: every choice is a block
-        order = tl.where(chosen == E, -1, chosen)
-        before = (order[:, None] > order[None, :]) & (c < CHOICES)[None, :]
-        block = tl.sum(before.to(tl.int32), 1)
-        row = tl.arange(0, ROWS)
-        tl.store(block_experts + block, chosen, mask=c < CHOICES)
-        rows = tl.where(row[None, :] == 0, c[:, None], -1)
-        tl.store(block_rows + block[:, None] * ROWS + row[None, :], rows, mask=(c < CHOICES)[:, None])
-        tl.store(num_blocks, CHOICES)
+    tl.store(experts + c, chosen, mask=c < CHOICES)
+    tl.store(weights + c, shares, mask=c < CHOICES)
+    return chosen
+
+
+@triton.jit
+def group_one(chosen, block_experts, block_rows, num_blocks, E, CHOICES: tl.constexpr, BLOCK_C: tl.constexpr):
+    """The blocks of one token alone: every choice is one."""
+    c = tl.arange(0, BLOCK_C)
+    order = tl.where(chosen == E, -1, chosen)
+    before = (order[:, None] > order[None, :]) & (c < CHOICES)[None, :]
+    block = tl.sum(before.to(tl.int32), 1)
+    row = tl.arange(0, ROWS)
+    tl.store(block_experts + block, chosen, mask=c < CHOICES)
+    rows = tl.where(row[None, :] == 0, c[:, None], -1)
+    tl.store(block_rows + block[:, None] * ROWS + row[None, :], rows, mask=(c < CHOICES)[:, None])
+    tl.store(num_blocks, CHOICES)
+
+
+@triton.jit
+def _choose_kernel(
+    logits, shared_logit, experts, weights, block_experts, block_rows, num_blocks,
+    E, sln, sle, ssn,
+    TOP_K: tl.constexpr, CHOICES: tl.constexpr, NORMALISE: tl.constexpr, NARROW: tl.constexpr, ALONE: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
+    n = tl.program_id(0)
+    e = tl.arange(0, BLOCK_E)
+    values = tl.load(logits + n * sln + e * sle, mask=e < E, other=float("-inf")).to(tl.float32)
+    gate = 0.0
+    if shared_logit is not None:
+        gate = tl.load(shared_logit + n * ssn).to(tl.float32)
+    chosen = choose(
+        values, gate, experts + n * CHOICES, weights + n * CHOICES, E, TOP_K, CHOICES, NORMALISE, NARROW,
+        logits.dtype.element_ty, BLOCK_E, BLOCK_C,
+    )  # fmt: skip
+    if ALONE:
+        group_one(chosen, block_experts, block_rows, num_blocks, E, CHOICES, BLOCK_C)
 
 
 @triton.jit
@@ -231,7 +258,7 @@ def _combine_kernel(
     tl.store(out + n * son + h * soh, total, mask=h < H)
 
 
-def _chain(tensor: Tensor, chained: bool | None) -> dict[str, bool]:
+def chain_options(tensor: Tensor, chained: bool | None) -> dict[str, bool]:
     if chained is None:
         return chaining(tensor.device)
     return {"CHAINED": chained} | ({"launch_pdl": True} if chained else {})
@@ -257,7 +284,7 @@ def route(
     if out is None:
         out = Routing.empty(tokens, top_k, num_experts, shared=shared, device=logits.device)
     choices = top_k + shared
-    chain = _chain(logits, chained)
+    chain = chain_options(logits, chained)
     _choose_kernel[(tokens,)](
         logits, shared_logit, out.experts, out.weights, out.block_experts, out.block_rows, out.num_blocks,
         num_experts, *logits.stride(), shared_logit.stride(0) if shared else 1,
@@ -329,7 +356,7 @@ def expert_mlp(
         scratch = scratch_for(x, routing, gate_up, shared_gate_up)
     sizes = block_sizes(x.shape[0], x.element_size(), _shared_bytes(x.device))
     sizes = {name: entry | (launch or {}).get(name, {}) for name, entry in sizes.items()}
-    common = {"WIDEN": triton.knobs.runtime.interpret} | _chain(x, chained)
+    common = {"WIDEN": triton.knobs.runtime.interpret} | chain_options(x, chained)
     room, shared_blocks = routing.block_experts.shape[0], triton.cdiv(x.shape[0], BLOCK_M)
     if shared_gate_up is None:
         _two_products(x, routing, gate_up, down, None, None, out, scratch, (0, room), sizes, common)
@@ -384,6 +411,6 @@ def combine(parts: Tensor, out: Tensor | None = None, *, chained: bool | None = 
     block_h = 512
     _combine_kernel[(triton.cdiv(hidden, block_h), tokens)](
         parts, out, hidden, *parts.stride(), *out.stride(), CHOICES=choices, BLOCK_H=block_h, num_warps=4,
-        **_chain(parts, chained),
+        **chain_options(parts, chained),
     )  # fmt: skip
     return out
