@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -17,6 +19,7 @@ from deltatree.kernels.conv import triton as conv  # noqa: E402
 from deltatree.kernels.delta_step import triton as delta_step  # noqa: E402
 from deltatree.kernels.experts import Routing, router  # noqa: E402
 from deltatree.kernels.experts import triton as experts  # noqa: E402
+from deltatree.kernels.fused import triton as fused  # noqa: E402
 from deltatree.kernels.gated_delta import DeltaStash, Gates, PendingCommit, lean  # noqa: E402
 from deltatree.kernels.gated_delta import triton as delta  # noqa: E402
 from deltatree.kernels.linear import triton as linear  # noqa: E402
@@ -368,3 +371,49 @@ def test_every_transition_kernel_compiles(capability, monkeypatch):
         launch for launch in transition_launches(15, True, monkeypatch) if launch[0].__name__ == "_grow_kernel"
     ]
     compile_all(capability, launches)
+
+
+def fused_launches(nodes: int, dtype: torch.dtype, monkeypatch) -> list:
+    """The head norms of the published shapes: 32 heads of 128; 16 and 2 of 256, a quarter of which turns; 32 and 4 of 128."""
+
+    def empty(*shape: int, dtype=dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def rotate(heads: int, key_heads: int, dim: int, half: int, gated: bool):
+        cache = empty(key_heads, 512, dim)
+        fused.norm_rotate(
+            empty(nodes, heads * dim * (2 if gated else 1) + 2 * key_heads * dim), cache, cache, num_heads=heads, gated=gated,
+            depths=torch.zeros(nodes, dtype=torch.int64), length=torch.zeros(1, dtype=torch.int64), zero_centred=gated,
+            frequencies=torch.zeros(half), q_weight=empty(dim), k_weight=empty(dim),
+        )  # fmt: skip
+
+    def norm():
+        z = empty(nodes, 12352)[:, 8192:12288].unflatten(-1, (32, 128))
+        fused.gated_norm(empty(nodes, 32, 128), z, weight=empty(128), eps=1e-6)
+
+    return [
+        *launches_of(fused, "_gated_norm_kernel", norm, monkeypatch),
+        *launches_of(fused, "_norm_rotate_heads_kernel", lambda: rotate(16, 2, 256, 32, True), monkeypatch),
+        *launches_of(fused, "_norm_rotate_heads_kernel", lambda: rotate(32, 4, 128, 64, False), monkeypatch),
+    ]
+
+
+def order_of_sums(compiled) -> set[tuple[str, ...]]:
+    """How the threads hold what a kernel adds up along the last dimension, but for how many warps there are."""
+    code = compiled.asm["ttgir"]
+    layouts = set(re.findall(r"}\) : \(tensor<\w+, (#\w+)>\) -> tensor<\w+, #ttg.slice<{dim = 1", code))
+    assert layouts
+    definitions = [re.search(re.escape(name) + r" = #ttg.blocked<{(.*?)}>", code).group(1) for name in layouts]
+    assert all(re.search(r"warpsPerCTA = \[\d+, 1\]", text) for text in definitions), "a row lies in one warp"
+    return {tuple(re.findall(r"(?:sizePerThread|threadsPerWarp) = \[.*?\]", text)) for text in definitions}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_head_norms_add_up_in_one_order_for_any_tree(dtype, monkeypatch):
+    """Threads hold a head's values in the same way in every launch, so a node's bits do not tell how many stand beside it."""
+    sizes = [fused_launches(nodes, dtype, monkeypatch) for nodes in (1, 64, 256)]
+    for launches in zip(*sizes, strict=True):
+        compiled = [compile_for(90, *launch) for launch in launches]
+        assert len(set().union(*map(order_of_sums, compiled))) == 1, launches[0][0].__name__
+    if dtype == torch.bfloat16:
+        compile_all(120, sizes[-1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_cases import DEVICE, agrees, needs_kernels
+from kernel_cases import DEVICE, ON_GPU, agrees, needs_kernels
 
 from deltatree.kernels import fused
 from deltatree.kernels.fused import reference as truth
@@ -46,12 +46,34 @@ def test_gated_norm_of_slices(dtype):
     assert agrees(out, expected, tolerance(dtype))
 
 
+@pytest.mark.parametrize("nodes", [1, 3, 17, 65, 257])
+def test_gated_norm_gives_a_node_the_same_bits_beside_any_others(nodes):
+    """Three heads, in every launch, however many nodes stand behind one."""
+    from deltatree.kernels.fused.triton import gated_norm_sizes
+
+    dtype = torch.bfloat16 if ON_GPU else torch.float32
+    x, z, weight = (normal(*shape, 16, seed=i, dtype=dtype) for i, shape in enumerate(((nodes, 3), (nodes, 3), ())))
+
+    def run(nodes: int, **launch) -> torch.Tensor:
+        out = torch.full((nodes, 48), NAN, dtype=dtype, device=DEVICE)
+        return fused.gated_norm(x[:nodes], z[:nodes], weight=weight, eps=1e-6, out=out, backend="triton", **launch)
+
+    whole = run(nodes)
+    assert agrees(whole, truth.gated_norm(x.double(), z.double(), weight=weight.double(), eps=1e-6), tolerance(dtype))
+    for rows in (1, 2000, 10_000) if ON_GPU or nodes < 100 else ():
+        assert torch.equal(run(nodes, launch=gated_norm_sizes(rows, 16, x.element_size())), whole), rows
+    assert torch.equal(run(1 + nodes // 2), whole[: 1 + nodes // 2])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("one_head", [False, True])
 @pytest.mark.parametrize(
     "num_heads, gated, norms, rotary, length",
     [(4, True, True, 4, 300), (4, False, True, 16, 0), (6, False, False, 16, 5), (0, False, True, 16, 40_000)],
 )
-def test_norm_rotate(dtype, num_heads, gated, norms, rotary, length):
+def test_norm_rotate(dtype, num_heads, gated, norms, rotary, length, one_head):
+    from deltatree.kernels.fused.triton import ONE_HEAD
+
     nodes, key_heads, dim = 7, 2, 16
     width = num_heads * dim * (2 if gated else 1) + 2 * key_heads * dim
     x = normal(nodes, width + 3, dtype=dtype)[:, :width]
@@ -72,7 +94,9 @@ def test_norm_rotate(dtype, num_heads, gated, norms, rotary, length):
     theirs = [torch.full((key_heads, capacity, dim), NAN, dtype=torch.float64, device=DEVICE) for _ in range(2)]
     out = torch.full((nodes, num_heads, dim), NAN, dtype=dtype, device=DEVICE)
     at, more = torch.tensor([length], device=DEVICE), torch.tensor([2], device=DEVICE)
-    fused.norm_rotate(x, *mine, **options, length=at, count=more, out=out, backend="triton")
+    fused.norm_rotate(
+        x, *mine, **options, length=at, count=more, out=out, launch=ONE_HEAD if one_head else None, backend="triton"
+    )
     wide = {n: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for n, v in options.items()}
     expected = truth.norm_rotate(x.double(), *theirs, **wide, length=length + 2)
     if num_heads:
@@ -82,6 +106,40 @@ def test_norm_rotate(dtype, num_heads, gated, norms, rotary, length):
         # float32 angles: at position 40,000 the fastest frequency has 3 digits after the point left
         assert agrees(cache[:, rows], true_cache[:, rows], 3 * tolerance(dtype) + 2e-7 * length)
         assert cache[:, : length + 2].isnan().all() and cache[:, length + 2 + nodes :].isnan().all()
+
+
+@pytest.mark.parametrize("nodes", [1, 3, 17, 65, pytest.param(257, marks=pytest.mark.gpu)])
+def test_norm_rotate_gives_a_node_the_same_bits_beside_any_others(nodes):
+    """Three query heads and one of keys, in every launch; no row beside the nodes' own is written."""
+    from deltatree.kernels.fused.triton import norm_rotate_sizes
+
+    dtype = torch.bfloat16 if ON_GPU else torch.float32
+    x, depths, dim = normal(nodes, 5 * 16, dtype=dtype), torch.arange(nodes, device=DEVICE) % 16, 16
+    weights = {"q_weight": normal(dim, seed=1, dtype=dtype), "k_weight": normal(dim, seed=2, dtype=dtype)}
+    options = {"frequencies": normal(3, seed=3).abs(), "num_heads": 3, "length": 5}
+
+    def run(nodes: int, **launch) -> list[torch.Tensor]:
+        keys, values = (torch.full((1, 5 + nodes + 4, dim), NAN, dtype=dtype, device=DEVICE) for _ in range(2))
+        out = torch.full((nodes, 3, dim), NAN, dtype=dtype, device=DEVICE)
+        given = {"depths": depths[:nodes], **weights, **options, **launch, "out": out}
+        fused.norm_rotate(x[:nodes], keys, values, **given, backend="triton")
+        for cache in (keys, values):
+            assert cache[:, :5].isnan().all() and cache[:, 5 + nodes :].isnan().all()
+        return [out, keys[0, 5 : 5 + nodes], values[0, 5 : 5 + nodes]]
+
+    whole = run(nodes)
+    keys, values = (torch.zeros(1, 5 + nodes, dim, dtype=torch.float64, device=DEVICE) for _ in range(2))
+    wide = {name: w.double() for name, w in weights.items()} | options
+    expected = truth.norm_rotate(x.double(), keys, values, depths=depths, **wide)
+    for mine, theirs in zip(whole, (expected, keys[0, 5:], values[0, 5:]), strict=True):
+        assert agrees(mine, theirs, 3 * tolerance(dtype))
+    for mine, theirs in zip(run(min(nodes, 9)), whole, strict=True):
+        assert torch.equal(mine, theirs[: len(mine)])
+    for others in (1, 64, 256) if ON_GPU or nodes < 20 else ():
+        for mine, theirs in zip(
+            run(nodes, launch=norm_rotate_sizes(others, dim, x.element_size())), whole, strict=True
+        ):
+            assert torch.equal(mine, theirs), others
 
 
 def test_swiglu():

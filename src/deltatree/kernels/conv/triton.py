@@ -15,37 +15,53 @@ from deltatree.kernels.chaining import chaining
 def _tree_conv_kernel(
     window, x, weight, bias, rows, out,
     N, C, swb, swc, swt, sxb, sxn, sxc, sfc, sft, sbc, srn, srt, sob, son, soc,
-    KERNEL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, CHAINED: tl.constexpr,
+    KERNEL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, TILES: tl.constexpr, HELD: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
+    """TILES: blocks of nodes of one program    HELD: whether its weights and its window are read once, for all of them."""
     if CHAINED:
         gdc_wait()
         gdc_launch_dependents()
     c = (tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)
-    n = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     b = tl.program_id(2).to(tl.int64)
-    mc, mn = c < C, n < N
-    total = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
-    if bias is not None:
-        total += tl.load(bias + c * sbc, mask=mc, other=0.0).to(tl.float32)[None, :]
-    for tap in tl.static_range(KERNEL):
-        row = tl.load(rows + n * srn + tap * srt, mask=mn, other=0).to(tl.int64)
-        committed = row < KERNEL - 1
-        node = row - (KERNEL - 1)
-        old = tl.load(
-            window + b * swb + c[None, :] * swc + row[:, None] * swt,
-            mask=(mn & committed)[:, None] & mc[None, :],
-            other=0.0,
-        )
-        new = tl.load(
-            x + b * sxb + node[:, None] * sxn + c[None, :] * sxc,
-            mask=(mn & ~committed)[:, None] & mc[None, :],
-            other=0.0,
-        )
-        factor = tl.load(weight + c * sfc + tap * sft, mask=mc, other=0.0).to(tl.float32)
-        seen = tl.where(committed[:, None], old.to(x.dtype.element_ty), new).to(tl.float32)
-        total += seen * factor[None, :]
-    total = total * tl.sigmoid(total)
-    tl.store(out + b * sob + n[:, None] * son + c[None, :] * soc, total, mask=mn[:, None] & mc[None, :])
+    mc = c < C
+    factors, columns = (), ()
+    if HELD:
+        for tap in tl.static_range(KERNEL):
+            factors += (tl.load(weight + c * sfc + tap * sft, mask=mc, other=0.0).to(tl.float32),)
+        for column in tl.static_range(KERNEL - 1):
+            old = tl.load(window + b * swb + c * swc + column * swt, mask=mc, other=0.0).to(x.dtype.element_ty)
+            columns += (old,)
+    for tile in tl.range(TILES):
+        n = ((tl.program_id(1) * TILES + tile) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+        mn = n < N
+        total = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
+        if bias is not None:
+            total += tl.load(bias + c * sbc, mask=mc, other=0.0).to(tl.float32)[None, :]
+        for tap in tl.static_range(KERNEL):
+            row = tl.load(rows + n * srn + tap * srt, mask=mn, other=0).to(tl.int64)
+            committed = row < KERNEL - 1
+            node = row - (KERNEL - 1)
+            seen = tl.load(
+                x + b * sxb + node[:, None] * sxn + c[None, :] * sxc,
+                mask=(mn & ~committed)[:, None] & mc[None, :],
+                other=0.0,
+            )
+            if HELD:
+                factor = factors[tap]
+                for column in tl.static_range(KERNEL - 1):
+                    seen = tl.where((row == column)[:, None], columns[column][None, :], seen)
+            else:
+                factor = tl.load(weight + c * sfc + tap * sft, mask=mc, other=0.0).to(tl.float32)
+                old = tl.load(
+                    window + b * swb + c[None, :] * swc + row[:, None] * swt,
+                    mask=(mn & committed)[:, None] & mc[None, :],
+                    other=0.0,
+                )
+                seen = tl.where(committed[:, None], old.to(x.dtype.element_ty), seen)
+            total += seen.to(tl.float32) * factor[None, :]
+        total = total * tl.sigmoid(total)
+        tl.store(out + b * sob + n[:, None] * son + c[None, :] * soc, total, mask=mn[:, None] & mc[None, :])
 
 
 @triton.jit
@@ -79,18 +95,44 @@ def _commit_window_kernel(
     tl.store(out + layer * slo + b * sob + c[:, None] * soc + t[None, :] * sot, moved, mask=mc[:, None] & mt[None, :])
 
 
+SMALL_TILES = {"BLOCK_N": 4, "BLOCK_C": 256, "TILES": 1, "HELD": False, "num_warps": 4}
+"""The launch that reads weights and window again for every tap and node: for any tree, slow for wide ones."""
+
+
+def conv_sizes(nodes: int) -> dict[str, int | bool]:
+    """The launch of the convolution: a fixed table by nodes.
+
+    Weights and window lie across the channels that a thread holds, so that reading them takes more instructions than the
+    nodes' inputs do: a program reads them once for all of its nodes. No choice changes a bit of what a node gets.
+    """
+    if nodes <= 3:
+        return {"BLOCK_N": 1, "BLOCK_C": 128, "TILES": 1, "HELD": True, "num_warps": 2}
+    if nodes <= 16:
+        return SMALL_TILES | {"HELD": True}
+    tiles = 1 if nodes <= 64 else 2 if nodes <= 128 else 4
+    return {"BLOCK_N": 8, "BLOCK_C": 256, "TILES": tiles, "HELD": True, "num_warps": 8}
+
+
 def tree_conv(
-    window: Tensor, x: Tensor, *, weight: Tensor, bias: Tensor | None, rows: Tensor, out: Tensor | None = None
+    window: Tensor,
+    x: Tensor,
+    *,
+    weight: Tensor,
+    bias: Tensor | None,
+    rows: Tensor,
+    out: Tensor | None = None,
+    launch: dict[str, int | bool] | None = None,
 ) -> Tensor:
-    """As the reference, summed in float32."""
+    """As the reference, summed in float32. launch: instead of `conv_sizes`, to measure."""
     batch, nodes, channels = x.shape
     out = torch.empty_like(x) if out is None else out
     rows = rows.to(x.device)
-    block_n, block_c = 4, 256
-    _tree_conv_kernel[(triton.cdiv(channels, block_c), triton.cdiv(nodes, block_n), batch)](
+    sizes = conv_sizes(nodes) if launch is None else launch
+    grid = (triton.cdiv(channels, sizes["BLOCK_C"]), triton.cdiv(nodes, sizes["BLOCK_N"] * sizes["TILES"]), batch)
+    _tree_conv_kernel[grid](
         window, x, weight, bias, rows, out, nodes, channels,
         *window.stride(), *x.stride(), *weight.stride(), 1 if bias is None else bias.stride(0), *rows.stride(),
-        *out.stride(), KERNEL=weight.shape[1], BLOCK_N=block_n, BLOCK_C=block_c, num_warps=4, **chaining(x.device),
+        *out.stride(), KERNEL=weight.shape[1], **sizes, **chaining(x.device),
     )  # fmt: skip
     return out
 

@@ -1,4 +1,4 @@
-"""The steps between a layer's products, in Triton: one program a row, or a row and head."""
+"""The steps between a layer's products, in Triton: one program a row, or some heads of a row or of a few."""
 
 from __future__ import annotations
 
@@ -69,31 +69,60 @@ def add_norm(
 
 @triton.jit
 def _gated_norm_kernel(
-    x, z, weight, out, eps, sxn, sxh, sxv, szn, szh, szv, son,
-    V: tl.constexpr, BLOCK_V: tl.constexpr, CHAINED: tl.constexpr,
+    x, z, weight, out, eps, N, HV, sxn, sxh, sxv, szn, szh, szv, son,
+    V: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    """BLOCK_R rows; a row is one head of one node."""
     if CHAINED:
         gdc_launch_dependents()  # at once: the product behind may take in its weight meanwhile
         gdc_wait()
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    v = tl.arange(0, BLOCK_V)
-    on = v < V
-    gate = tl.load(z + row * szn + head * szh + v * szv, mask=on, other=0.0)
-    wide = tl.load(x + row * sxn + head * sxh + v * sxv, mask=on, other=0.0).to(gate.dtype).to(tl.float32)
-    wide = wide * tl.rsqrt(tl.sum(wide * wide, 0) / V + eps)
-    factor = tl.load(weight + v, mask=on, other=0.0).to(tl.float32)
+    r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    node, head = (r // HV).to(tl.int64)[:, None], (r % HV).to(tl.int64)[:, None]
+    v = tl.arange(0, BLOCK_V)[None, :]
+    on_v = v < V
+    on = (r < N * HV)[:, None] & on_v
+    gate = tl.load(z + node * szn + head * szh + v * szv, mask=on, other=0.0)
+    wide = tl.load(x + node * sxn + head * sxh + v * sxv, mask=on, other=0.0).to(gate.dtype).to(tl.float32)
+    wide = wide * tl.rsqrt(tl.sum(wide * wide, 1) / V + eps)[:, None]
+    factor = tl.load(weight + v, mask=on_v, other=0.0).to(tl.float32)
     normed = (factor * wide.to(gate.dtype).to(tl.float32)).to(gate.dtype).to(tl.float32)
     gate = gate.to(tl.float32)
-    tl.store(out + row * son + head * V + v, normed * gate * tl.sigmoid(gate), mask=on)
+    tl.store(out + node * son + head * V + v, normed * gate * tl.sigmoid(gate), mask=on)
 
 
-def gated_norm(x: Tensor, z: Tensor, *, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
-    """As the reference."""
+def head_rows(dim: int, warps: int, rows: int = 1) -> int:
+    """Rows of `dim` values of a block in which every warp works on `rows` runs of 8 values a thread.
+
+    Blocks of that many rows or more all add up a row in the same order: 8 values a thread (16 bytes of a half type), then
+    across the threads of one warp. With fewer rows the threads would hold fewer values each, in another order; and the
+    rows of a type of 4 bytes would lie in several warps of a block that has them.
+    """
+    return triton.next_power_of_2(rows * warps * max(1, 256 // triton.next_power_of_2(dim)))
+
+
+def gated_norm_sizes(rows: int, dim: int, itemsize: int = 2) -> dict[str, int]:
+    """The launch of the gated norm: a fixed table by rows (nodes x heads). No choice changes a bit of what a row gets."""
+    if rows <= 1024 or itemsize > 2:
+        return {"BLOCK_R": head_rows(dim, 1), "num_warps": 1}
+    return {"BLOCK_R": head_rows(dim, 8, 1 if rows <= 4096 else 2), "num_warps": 8}
+
+
+def gated_norm(
+    x: Tensor,
+    z: Tensor,
+    *,
+    weight: Tensor,
+    eps: float,
+    out: Tensor | None = None,
+    launch: dict[str, int] | None = None,
+) -> Tensor:
+    """As the reference. launch: instead of `gated_norm_sizes`, to measure."""
     nodes, heads, dim = x.shape
     out = torch.empty(nodes, heads * dim, dtype=z.dtype, device=z.device) if out is None else out
-    _gated_norm_kernel[(nodes, heads)](
-        x, z, weight, out, eps, *x.stride(), *z.stride(), out.stride(0),
-        V=dim, BLOCK_V=triton.next_power_of_2(dim), num_warps=1, **chaining(x.device),
+    sizes = gated_norm_sizes(nodes * heads, dim, max(x.element_size(), z.element_size())) if launch is None else launch
+    _gated_norm_kernel[(triton.cdiv(nodes * heads, sizes["BLOCK_R"]),)](
+        x, z, weight, out, eps, nodes, heads, *x.stride(), *z.stride(), out.stride(0),
+        V=dim, BLOCK_V=triton.next_power_of_2(dim), **sizes, **chaining(x.device),
     )  # fmt: skip
     return out
 
@@ -158,6 +187,109 @@ def _norm_rotate_kernel(
             tl.store(keys + key_head.to(tl.int64) * skh + row * skr + d * skd, rotated, mask=on)
 
 
+@triton.jit
+def _normed(x, norm, factor, NORMS: tl.constexpr, ZERO_CENTRED: tl.constexpr):
+    """x: [rows, columns]    norm: [rows], the reciprocal root of their mean squares    factor: float32. In x's dtype."""
+    if NORMS:
+        wide = x.to(tl.float32) * norm[:, None]
+        if ZERO_CENTRED:
+            normed = (wide * (1.0 + factor)).to(x.dtype)
+        else:
+            normed = (factor * wide.to(x.dtype).to(tl.float32)).to(x.dtype)
+    else:
+        normed = x
+    return normed
+
+
+@triton.jit
+def _factor(q_weight, k_weight, is_query, at, on):
+    """The weights of the head norm of every row, at some dimensions, in float32."""
+    factor = tl.load(k_weight + at, mask=on, other=0.0)
+    if q_weight is not None:
+        factor = tl.where(is_query[:, None], tl.load(q_weight + at, mask=on, other=0.0), factor)
+    return factor.to(tl.float32)
+
+
+@triton.jit
+def _norm_rotate_heads_kernel(
+    x, keys, values, depths, length, length_here, count, frequencies, scaling, q_weight, k_weight, eps, out,
+    sxn, skh, skr, skd, svh, svr, svd, son, soh,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
+    GATED: tl.constexpr, ZERO_CENTRED: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_HALF: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_H heads of one node: their angles are computed once, and only for the dimensions that turn."""
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
+    node = tl.program_id(0).to(tl.int64)
+    start = length_here
+    if length is not None:
+        start = tl.load(length)
+    start = tl.cast(start, tl.int64)
+    if count is not None:
+        start += tl.load(count).to(tl.int64)
+    row = start + node
+    width: tl.constexpr = HEADS * D * (2 if GATED else 1)
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    is_query, is_value = head < HEADS, (head >= HEADS + KEY_HEADS) & (head < HEADS + 2 * KEY_HEADS)
+    is_key = (head >= HEADS) & (head < HEADS + KEY_HEADS)
+    key_head = tl.where(is_value, head - HEADS - KEY_HEADS, head - HEADS).to(tl.int64)
+    base = tl.where(is_query, head * (2 * D if GATED else D), width + (head - HEADS) * D)
+    here = x + node * sxn + base[:, None]
+    query_rows = out + node * son + head[:, None] * soh
+    key_rows = keys + key_head[:, None] * skh + row * skr
+
+    d = tl.arange(0, BLOCK_D)[None, :]
+    on_d = d < D
+    on = (is_query | is_key | is_value)[:, None] & on_d
+    mine = tl.load(here + d, mask=on, other=0.0)
+    tl.store(values + key_head[:, None] * svh + row * svr + d * svd, mine, mask=on & is_value[:, None])
+    wide = mine.to(tl.float32)
+    norm = tl.rsqrt(tl.sum(wide * wide, 1) / D + eps)
+    NORMS: tl.constexpr = k_weight is not None
+    factor = 1.0
+    if D > 2 * HALF:
+        if NORMS:
+            factor = _factor(q_weight, k_weight, is_query, d, on_d)
+        still = _normed(mine, norm, factor, NORMS, ZERO_CENTRED)
+        on = (d >= 2 * HALF) & on_d
+        tl.store(query_rows + d, still, mask=on & is_query[:, None])
+        tl.store(key_rows + d * skd, still, mask=on & is_key[:, None])
+
+    h = tl.arange(0, BLOCK_HALF)[None, :]
+    on_h = h < HALF
+    on = (is_query | is_key)[:, None] & on_h
+    first, second = tl.load(here + h, mask=on, other=0.0), tl.load(here + HALF + h, mask=on, other=0.0)
+    other_factor = 1.0
+    if NORMS:
+        factor = _factor(q_weight, k_weight, is_query, h, on_h)
+        other_factor = _factor(q_weight, k_weight, is_query, HALF + h, on_h)
+    first = _normed(first, norm, factor, NORMS, ZERO_CENTRED).to(tl.float32)
+    second = _normed(second, norm, other_factor, NORMS, ZERO_CENTRED).to(tl.float32)
+    position = (start + tl.load(depths + node).to(tl.int64)).to(tl.float32)
+    angle = position * tl.load(frequencies + h, mask=on_h, other=0.0)
+    cos, sin = tl.cos(angle) * scaling, tl.sin(angle) * scaling
+    one, two = first * cos - second * sin, second * cos + first * sin
+    tl.store(query_rows + h, one, mask=on & is_query[:, None])
+    tl.store(query_rows + HALF + h, two, mask=on & is_query[:, None])
+    tl.store(key_rows + h * skd, one, mask=on & is_key[:, None])
+    tl.store(key_rows + (HALF + h) * skd, two, mask=on & is_key[:, None])
+
+
+ONE_HEAD = {"BLOCK_H": 0}
+"""The launch of `norm_rotate` with one program a head, each with angles of its own: slow for wide trees."""
+
+
+def norm_rotate_sizes(nodes: int, dim: int, itemsize: int = 2) -> dict[str, int]:
+    """The launch of `norm_rotate`: a fixed table by nodes. No choice but ONE_HEAD changes a bit of what a node gets."""
+    if nodes <= 16 or itemsize > 2:
+        return {"BLOCK_H": head_rows(dim, 1), "num_warps": 1}
+    if nodes <= 64:
+        return {"BLOCK_H": head_rows(dim, 4), "num_warps": 4}
+    return {"BLOCK_H": head_rows(dim, 4, 2), "num_warps": 4}
+
+
 def norm_rotate(
     x: Tensor,
     keys: Tensor,
@@ -175,17 +307,25 @@ def norm_rotate(
     gated: bool = False,
     count: Tensor | None = None,
     out: Tensor | None = None,
+    launch: dict[str, int] | None = None,
 ) -> Tensor:
-    """As the reference, angles in float32."""
+    """As the reference, angles in float32. launch: instead of `norm_rotate_sizes`, to measure."""
     nodes = x.shape[0]
     key_heads, _, dim = keys.shape
+    heads, half = num_heads + 2 * key_heads, frequencies.numel()
     out = x.new_empty(nodes, num_heads, dim) if out is None else out
     on_device = isinstance(length, torch.Tensor)
-    _norm_rotate_kernel[(nodes, num_heads + 2 * key_heads)](
+    sizes = norm_rotate_sizes(nodes, dim, x.element_size()) if launch is None else launch
+    kernel, grid = _norm_rotate_heads_kernel, (nodes, triton.cdiv(heads, sizes["BLOCK_H"] or 1))
+    if sizes["BLOCK_H"]:
+        sizes = sizes | {"BLOCK_HALF": triton.next_power_of_2(half)}
+    else:
+        kernel, sizes = _norm_rotate_kernel, {"num_warps": 1 if dim <= 128 else 2}
+    kernel[grid](
         x, keys, values, depths, length if on_device else None, 0 if on_device else length, count, frequencies, scaling,
         q_weight, k_weight, eps, out, x.stride(0), *keys.stride(), *values.stride(), out.stride(0), out.stride(1),
-        HEADS=num_heads, KEY_HEADS=key_heads, D=dim, HALF=frequencies.numel(), GATED=gated, ZERO_CENTRED=zero_centred,
-        BLOCK_D=triton.next_power_of_2(dim), num_warps=1 if dim <= 128 else 2, **chaining(x.device),
+        HEADS=num_heads, KEY_HEADS=key_heads, D=dim, HALF=half, GATED=gated, ZERO_CENTRED=zero_centred,
+        BLOCK_D=triton.next_power_of_2(dim), **sizes, **chaining(x.device),
     )  # fmt: skip
     return out
 
