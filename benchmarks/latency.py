@@ -81,17 +81,18 @@ def num_bytes(*tensors) -> int:
 
 def touched_bytes(target: FastTarget, buffers, count: int) -> tuple[int, float]:
     """Bytes of the weights that the nodes in the buffers touch, and the mean of woken experts a layer."""
-    woken, route = [], fast.route
+    woken, route = [], fast.route_tokens
 
-    def counting(logits, top_k, *args, **kwargs):
-        woken.append(logits.topk(top_k).indices.unique().numel())
-        return route(logits, top_k, *args, **kwargs)
+    def counting(x, router, num_experts, top_k, *args, **kwargs):
+        routing = route(x, router, num_experts, top_k, *args, **kwargs)
+        woken.append(routing.experts[:, :top_k].unique().numel())
+        return routing
 
-    fast.route = counting
+    fast.route_tokens = counting
     try:
         target.step(buffers, buffers.nodes(count), DEPTH)
     finally:
-        fast.route = route
+        fast.route_tokens = route
     total, seen = num_bytes(target.model.get_output_embeddings().weight), iter(woken)
     for layer in target.layers:
         total += num_bytes(layer.mixer.projection, layer.mixer.output)
