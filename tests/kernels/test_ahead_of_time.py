@@ -154,12 +154,14 @@ def attention_launches(q, cache, seen, length, monkeypatch, shares: int = 16) ->
     def attend():
         attention.tree_attention(q, cache, cache, ancestors=seen, length=length, launch={"shares": shares})
 
-    combine = Recorder()
-    kernel = attention._combine_kernel
+    names = ("_combine_kernel", "_combine_rows_kernel")
+    kernels, recorders = [getattr(attention, name) for name in names], [Recorder() for _ in names]
     with monkeypatch.context() as patch:
-        patch.setattr(attention, "_combine_kernel", combine)
+        for name, recorder in zip(names, recorders, strict=True):
+            patch.setattr(attention, name, recorder)
         launches = launches_of(attention, "_share_kernel", attend, monkeypatch)
-    return launches + [(kernel, args, options) for args, options in combine.launches]
+    combines = zip(kernels, recorders, strict=True)
+    return launches + [(kernel, *launch) for kernel, recorder in combines for launch in recorder.launches]
 
 
 def compile_all(capability: int, launches: list) -> None:
@@ -203,13 +205,20 @@ def test_the_step_of_one_token_compiles(capability, dtype, monkeypatch):
 @pytest.mark.parametrize("capability", [90, 100])
 @pytest.mark.parametrize(("nodes", "shares"), [(1, 132), (16, 11)])
 def test_attention_compiles_in_deeper_blocks(capability, nodes, shares, monkeypatch):
-    """Chips of 220 KB of shared memory and more; the second time with shares that reach over two heads."""
+    """Chips of 220 KB of shared memory and more; the second time with shares that reach over two heads.
+
+    The masks of trees of 16 nodes and more are copied in words, beside the keys.
+    """
     monkeypatch.setattr(attention, "_shared_bytes", lambda device: SHARED_BYTES[capability])
     q, cache = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((1, 24, nodes, 256), (1, 4, 512, 256)))
     seen, length = torch.ones(nodes, nodes, dtype=torch.uint8).tril(), torch.zeros(1, dtype=torch.int32)
-    for kernel, args, options in attention_launches(q, cache, seen, length, monkeypatch, shares):
-        compiled = compile_for(capability, kernel, args, options)
-        assert compiled.metadata.shared <= SHARED_BYTES[capability], kernel.__name__
+    share, combine = attention_launches(q, cache, seen, length, monkeypatch, shares)
+    assert combine[0].__name__ == ("_combine_kernel" if nodes == 1 else "_combine_rows_kernel")
+    share = compile_for(capability, *share)
+    assert share.metadata.shared <= SHARED_BYTES[capability]
+    if nodes >= 16:
+        assert re.search(r"async_copy_global_to_local .*xi8, ", share.asm["ttgir"])
+    assert compile_for(capability, *combine).metadata.shared <= SHARED_BYTES[capability]
 
 
 def expert_launches(tokens: int, dtype: torch.dtype, monkeypatch, **options) -> list:

@@ -46,14 +46,14 @@ def attention_case(parents, length, *, heads=(4, 2), dim=16, seed=0, batch=1, dt
     return (normal(batch, heads[0], nodes, dim), keys, values), {"ancestors": seen, "length": length}
 
 
-def run(tensors, options, *, shares=None, **changes):
+def run(tensors, options, *, shares=None, launch=None, **changes):
     from deltatree.kernels.attention.triton import scratch_for
 
     options = options | changes
     options["length"] = torch.tensor([options["length"]], device=DEVICE, dtype=torch.int32)
     scratch = torch.full_like(scratch_for(*tensors[:2], {"shares": shares}), float("nan"))
     out = torch.full_like(tensors[0], float("nan"))
-    launch = {"shares": shares} if shares else None
+    launch = (launch or {}) | ({"shares": shares} if shares else {})
     return tree_attention(*tensors, **options, scratch=scratch, out=out, launch=launch, backend="triton")
 
 
@@ -117,6 +117,43 @@ def test_shares_fill_132_processors(heads, nodes, shares, monkeypatch):
     q, keys = torch.empty(1, heads[0], nodes, 256, device="meta"), torch.empty(1, heads[1], 32768, 256, device="meta")
     sizes = twin.block_sizes(heads[0] // heads[1] * nodes, 256, 2, 232448)
     assert twin.num_shares(q, keys, sizes) == shares
+
+
+ROWS, ONE_ROW = (
+    {"BLOCK_R": 4, "BLOCK_D": 16, "num_warps": 4},
+    {"BLOCK_ALL": 16, "BLOCK_S": 4, "BLOCK_D": 16, "num_warps": 1},
+)
+KINDS = {
+    "as chosen": {},
+    "rows at once": {"shares": 12, "combine": ROWS},
+    "a row at a time": {"shares": 12, "combine": ONE_ROW},
+    "parts of a row far apart": {"shares": 12, "by_row": False, "combine": ROWS},
+    "as before": {"APART": False, "by_row": False, "combine": ONE_ROW, "shares": 12},
+    "two blocks a share": {"LEAST": 2, "shares": 12},
+    "over two heads": {"LEAST": 3, "shares": 4, "combine": ROWS},
+    "a share a head": {"shares": 3},
+    "one share": {"shares": 1},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("nodes", [1, 3, 17, *([65, 257] if ON_GPU else [])])
+def test_every_kind_of_launch(nodes, kind):
+    """Three key heads, six query heads; a text that ends in the middle of a block, one that ends with it, and none."""
+    launch = dict(KINDS[kind])
+    shares = launch.pop("shares", None)
+    for length in (96, 75, 0) if nodes == 3 or ON_GPU else (75,):
+        tensors, options = attention_case(make_tree("wide", nodes, 7, max_depth=15), length, heads=(6, 3), seed=nodes)
+        assert agrees(run(tensors, options, shares=shares, launch=launch), expected_of(tensors, options)), length
+    options |= {"window": 20, "depths": depths_of(make_tree("wide", nodes, 7, max_depth=15))}
+    assert agrees(run(tensors, options, shares=shares, launch=launch), expected_of(tensors, options))
+
+
+@pytest.mark.parametrize("nodes", [65, 257])
+def test_odd_numbers_of_nodes(nodes):
+    """Fewer heads, so that a wide tree is quick where kernels are interpreted."""
+    tensors, options = attention_case(make_tree("wide", nodes, 7, max_depth=15), 40, heads=(1, 1), seed=nodes)
+    assert agrees(run(tensors, options), expected_of(tensors, options))
 
 
 def test_larger_buffers_change_nothing():

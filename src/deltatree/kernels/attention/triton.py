@@ -23,13 +23,18 @@ from deltatree.kernels.fetch import fetch_ahead
 
 
 @triton.jit
-def _cut(length, N, heads, shares, WINDOW: tl.constexpr, BLOCK_KEYS: tl.constexpr):
+def _cut(
+    length, N, heads, shares, WINDOW: tl.constexpr, BLOCK_KEYS: tl.constexpr, APART: tl.constexpr, LEAST: tl.constexpr
+):  # fmt: skip
     """The first row that a node may see, blocks of keys from there on for each head, and how many shares they make."""
     first = 0
     if WINDOW > 0:
         first = tl.maximum(length - WINDOW + 1, 0) // BLOCK_KEYS * BLOCK_KEYS
-    blocks = tl.cdiv(length + N - first, BLOCK_KEYS)
-    return first, blocks, tl.minimum(shares, heads * blocks)
+    if APART:
+        blocks = tl.cdiv(length - first, BLOCK_KEYS) + tl.cdiv(N, BLOCK_KEYS)
+    else:
+        blocks = tl.cdiv(length + N - first, BLOCK_KEYS)
+    return first, blocks, tl.minimum(shares, heads * tl.maximum(blocks // LEAST, 1))
 
 
 @triton.jit
@@ -79,21 +84,23 @@ def _gated(x, gate, place, mask, dtype: tl.constexpr):
 @triton.jit(do_not_specialize=["most_shares", "committed_here"])
 def _share_kernel(
     q, keys, values, ancestors, depths, committed, committed_here, means, tops, weights, gate, out,
-    N, H, heads, most_shares, rows_total, scale,
+    N, H, heads, most_shares, srow, spart, scale,
     sqb, sqh, sqn, sqd, skb, skh, skr, skd, svb, svh, svr, svd, sai, saj, sgb, sgh, sgn, sgd, sob, soh, son, sod,
     GROUP: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, DIRECT: tl.constexpr, ACROSS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
-    FETCH: tl.constexpr, AHEAD: tl.constexpr, CHAINED: tl.constexpr,
+    FETCH: tl.constexpr, AHEAD: tl.constexpr, APART: tl.constexpr, LEAST: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """heads: key heads of the whole batch    ACROSS: whether a share may reach over several of them.
 
+    srow, spart: between the parts of two rows, and between two parts of one row
+    APART: the nodes' rows begin a block of their own, so that the mask is read in words    LEAST: blocks that a share has
     FETCH: ask for a share's first block before the kernel ahead has finished; what is read for that decides nothing else.
     AHEAD: ask for blocks so many steps before they are copied; 0 for not at all.
     """
     if CHAINED:
         if FETCH:
             early = _length(committed, committed_here)
-            start, early_blocks, early_shares = _cut(early, N, heads, most_shares, WINDOW, BLOCK_KEYS)
+            start, early_blocks, early_shares = _cut(early, N, heads, most_shares, WINDOW, BLOCK_KEYS, APART, LEAST)
             _fetch_first(
                 keys, values, start, early, early_blocks, early_shares, H, heads, skb, skh, skr, svb, svh, svr,
                 D, BLOCK_KEYS, BLOCK_D,
@@ -102,7 +109,8 @@ def _share_kernel(
         gdc_launch_dependents()
     length = _length(committed, committed_here)
     end = length + N
-    first, blocks, shares = _cut(length, N, heads, most_shares, WINDOW, BLOCK_KEYS)
+    first, blocks, shares = _cut(length, N, heads, most_shares, WINDOW, BLOCK_KEYS, APART, LEAST)
+    old_blocks = tl.cdiv(length - first, BLOCK_KEYS)  # of committed rows, where the nodes' are apart
     share = tl.program_id(1)
     begin = tl.minimum(share, shares) * (heads * blocks) // shares
     stop = tl.minimum(share + 1, shares) * (heads * blocks) // shares
@@ -122,8 +130,7 @@ def _share_kernel(
         last = tl.cdiv(stop, blocks)
     for head in tl.range(begin // blocks, last, num_stages=1):
         b, h = (head // H).to(tl.int64), (head % H).to(tl.int64)
-        low = first + tl.maximum(begin - head * blocks, 0) * BLOCK_KEYS
-        high = tl.minimum(first + tl.minimum(stop - head * blocks, blocks) * BLOCK_KEYS, end)
+        from_block, to_block = tl.maximum(begin - head * blocks, 0), tl.minimum(stop - head * blocks, blocks)
         query_head = h * GROUP + rows // N
         queries = tl.load(
             q + b * sqb + query_head[:, None] * sqh + node.to(tl.int64)[:, None] * sqn + d[None, :] * sqd,
@@ -134,27 +141,34 @@ def _share_kernel(
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         weight = tl.zeros([BLOCK_M], tl.float32)
         total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        plain_high = low
+        plain = from_block
         if WINDOW == 0:  # whole blocks of committed rows
-            plain_high = tl.maximum(low, tl.minimum(high, length // BLOCK_KEYS * BLOCK_KEYS))
-        for start in range(low, plain_high, BLOCK_KEYS):
+            plain = tl.maximum(from_block, tl.minimum(to_block, length // BLOCK_KEYS))
+        for start in range(first + from_block * BLOCK_KEYS, first + plain * BLOCK_KEYS, BLOCK_KEYS):
             if AHEAD > 0:
                 later = start + AHEAD * BLOCK_KEYS + at
-                fetch_ahead(head_keys, later, later < plain_high, skr, 0, D, BLOCK_D)
-                fetch_ahead(head_values, later, later < plain_high, svr, 0, D, BLOCK_D)
+                fetch_ahead(head_keys, later, later < first + plain * BLOCK_KEYS, skr, 0, D, BLOCK_D)
+                fetch_ahead(head_values, later, later < first + plain * BLOCK_KEYS, svr, 0, D, BLOCK_D)
             row = (start + at).to(tl.int64)
             key = tl.load(head_keys + row[None, :] * skr + d[:, None] * skd, mask=md[:, None], other=0.0)
             scores = tl.dot(queries, key, input_precision=PRECISION)
             value = tl.load(head_values + row[:, None] * svr + d[None, :] * svd, mask=md[None, :], other=0.0)
             top, weight, total = _fold(scores, scale, top, weight, total, value, PRECISION)
-        for start in range(plain_high, high, BLOCK_KEYS):
-            row = start + at
-            inside = row < end
-            other = row - length
-            fresh = (other >= 0) & inside
+        for block in range(plain, to_block):
+            if APART:
+                others = (block - old_blocks) * BLOCK_KEYS  # a node's number, where this is a block of nodes
+                other = others + at
+                fresh = (others >= 0) & (other < N)
+                row = tl.where(others >= 0, length + others, first + block * BLOCK_KEYS) + at
+                inside = row < tl.where(others >= 0, end, length)
+            else:
+                row = first + block * BLOCK_KEYS + at
+                other = row - length
+                inside = row < end
+                fresh = (other >= 0) & inside
             where = ancestors + node[:, None] * sai + other[None, :] * saj
             seen = tl.load(where, mask=on[:, None] & fresh[None, :], other=0) != 0
-            seen = seen | (row < length)[None, :]
+            seen = seen | (inside & (row < length))[None, :]
             if WINDOW > 0:
                 place = row + tl.zeros([BLOCK_KEYS], tl.int32)
                 place = tl.where(fresh, length + tl.load(depths + other, mask=fresh, other=0).to(tl.int32), place)
@@ -178,38 +192,94 @@ def _share_kernel(
             mean = _gated(mean, gate, place, on_all, out.dtype.element_ty)
             tl.store(out + b * sob + query_head[:, None] * soh + n * son + d[None, :] * sod, mean, mask=on_all)
         else:
-            slot = (share + head).to(tl.int64) * rows_total + rows  # share + head grows from part to part of the line
+            slot = (share + head).to(tl.int64) * spart + rows.to(
+                tl.int64
+            ) * srow  # share + head: parts of the line so far
             tl.store(tops + slot, top, mask=on)
             tl.store(weights + slot, weight, mask=on)
             tl.store(means + slot[:, None] * D + d[None, :], mean, mask=on_all)
 
 
+@triton.jit
+def _parts_of(
+    head, length, N, heads, most_shares,
+    WINDOW: tl.constexpr, BLOCK_KEYS: tl.constexpr, APART: tl.constexpr, LEAST: tl.constexpr,
+):  # fmt: skip
+    """The first share that holds keys of a head, and how many do."""
+    _, blocks, shares = _cut(length, N, heads, most_shares, WINDOW, BLOCK_KEYS, APART, LEAST)
+    low = ((head * blocks + 1) * shares - 1) // (heads * blocks)
+    return low, ((head + 1) * blocks * shares - 1) // (heads * blocks) - low + 1
+
+
+@triton.jit(do_not_specialize=["most_shares", "committed_here"])
+def _combine_rows_kernel(
+    means, tops, weights, committed, committed_here, gate, out,
+    N, H, heads, most_shares, srow, spart, sgb, sgh, sgn, sgd, sob, soh, son, sod,
+    MOST: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+    APART: tl.constexpr, LEAST: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_R rows, every part in turn, so that no thread waits for another. MOST: parts that a head can have, a few."""
+    head = tl.program_id(2)
+    # Before the wait, as in `_combine_kernel`.
+    low, count = _parts_of(
+        head, _length(committed, committed_here), N, heads, most_shares, WINDOW, BLOCK_KEYS, APART, LEAST
+    )
+    rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    d = (tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)[None, :]
+    on = rows < GROUP * N
+    on_all = on[:, None] & (d < D)
+    base = (low + head).to(tl.int64) * spart + rows.to(tl.int64) * srow
+    b, h, n = (head // H).to(tl.int64), (head % H).to(tl.int64), (rows % N).to(tl.int64)[:, None]
+    query_head = (h * GROUP + rows // N)[:, None]
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
+    highest = tl.full([BLOCK_R], float("-inf"), tl.float32)
+    for part in tl.static_range(MOST):
+        top = tl.load(tops + base + part * spart, mask=on & (part < count), other=float("-inf"))
+        highest = tl.maximum(highest, top)
+    highest = tl.where(on, highest, 0.0)
+    total = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
+    whole = tl.zeros([BLOCK_R], tl.float32)
+    for part in tl.static_range(MOST):
+        slot, there = base + part * spart, on & (part < count)
+        top = tl.load(tops + slot, mask=there, other=float("-inf"))
+        factor = tl.exp2(top - highest) * tl.load(weights + slot, mask=there, other=0.0)
+        mean = tl.load(means + slot[:, None] * D + d, mask=on_all & (part < count), other=0.0)
+        whole += factor
+        total += mean.to(tl.float32) * factor[:, None]
+    place = b * sgb + query_head * sgh + n * sgn + d * sgd
+    total = _gated(total / tl.where(on, whole, 1.0)[:, None], gate, place, on_all, out.dtype.element_ty)
+    tl.store(out + b * sob + query_head * soh + n * son + d * sod, total, mask=on_all)
+
+
 @triton.jit(do_not_specialize=["most_shares", "committed_here"])
 def _combine_kernel(
     means, tops, weights, committed, committed_here, gate, out,
-    N, H, heads, most_shares, rows_total, sgb, sgh, sgn, sgd, sob, soh, son, sod,
+    N, H, heads, most_shares, srow, spart, sgb, sgh, sgn, sgd, sob, soh, son, sod,
     MOST: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+    APART: tl.constexpr, LEAST: tl.constexpr,
     BLOCK_ALL: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_D dimensions of one row, BLOCK_S parts at once. MOST: parts that a head can have."""
     row, head = tl.program_id(0), tl.program_id(2)
     # Before the wait: the share kernel writes no length, and whatever ran before it had finished when it let this one start.
-    _, blocks, shares = _cut(_length(committed, committed_here), N, heads, most_shares, WINDOW, BLOCK_KEYS)
-    low = ((head * blocks + 1) * shares - 1) // (heads * blocks)
-    count = ((head + 1) * blocks * shares - 1) // (heads * blocks) - low + 1
-    base = (low + head).to(tl.int64) * rows_total + row
+    low, count = _parts_of(
+        head, _length(committed, committed_here), N, heads, most_shares, WINDOW, BLOCK_KEYS, APART, LEAST
+    )
+    base = (low + head).to(tl.int64) * spart + row.to(tl.int64) * srow
     d = (tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)
     md = d < D
     if CHAINED:
         gdc_launch_dependents()  # at once: the product behind may take in its weight meanwhile
         gdc_wait()
     every = tl.arange(0, BLOCK_ALL)
-    highest = tl.max(tl.load(tops + base + every * rows_total, mask=every < count, other=float("-inf")), 0)
+    highest = tl.max(tl.load(tops + base + every * spart, mask=every < count, other=float("-inf")), 0)
     total = tl.zeros([BLOCK_D], tl.float32)
     whole = 0.0
     for start in tl.static_range(0, MOST, BLOCK_S):
         s = start + tl.arange(0, BLOCK_S)
-        slot = base + s * rows_total
+        slot = base + s * spart
         top = tl.load(tops + slot, mask=s < count, other=float("-inf"))
         weight = tl.load(weights + slot, mask=s < count, other=0.0)
         part = tl.load(means + slot[:, None] * D + d[None, :], mask=(s < count)[:, None] & md[None, :], other=0.0)
@@ -298,8 +368,17 @@ def _sizes(q: Tensor, keys: Tensor, launch: dict[str, int] | None) -> dict[str, 
     return block_sizes(rows, q.shape[3], q.element_size(), _shared_bytes(q.device)) | (launch or {})
 
 
+DEFAULTS = {"AHEAD": 0, "FETCH": True, "APART": True, "LEAST": 1, "by_row": True}
+"""Of `launch`: what a call takes where neither `block_sizes` nor the caller names it."""
+ROWS_AT_ONCE = True
+"""Whether few parts of many rows are combined by `_combine_rows_kernel`."""
+
+
 def _combine_sizes(most: int, rows: int, head_dim: int, processors: int) -> dict[str, int]:
     """The launch of the second kernel. most: parts of a head    rows: of all heads, whose dimensions are split if few."""
+    if ROWS_AT_ONCE and most <= 16 and rows >= 4 * processors:
+        block_d = max(16, triton.next_power_of_2(head_dim))
+        return {"BLOCK_R": max(4, 1024 // block_d), "BLOCK_D": block_d, "num_warps": 4}
     block_s = min(64, triton.next_power_of_2(most))
     block_d = max(16, triton.next_power_of_2(head_dim))
     while block_d > 64 and rows * triton.cdiv(head_dim, block_d) < processors:
@@ -331,14 +410,16 @@ def tree_attention(
     """As the reference, summed in float32. scratch: from `scratch_for`. launch: overrides `block_sizes`, to measure.
 
     launch may also give `shares` (into how many the keys are cut at most), `residents` (programs that one
-    processor is to hold at once) and `FETCH` (whether keys are asked for before the kernel ahead has finished).
+    processor is to hold at once), `FETCH` (whether keys are asked for before the kernel ahead has finished), `APART` and
+    `LEAST` (see the share kernel), `by_row` (whether the parts of a row lie side by side) and `combine` (instead of
+    `_combine_sizes`).
     """
     batch, query_heads, nodes, dim = q.shape
     heads, group = batch * keys.shape[1], query_heads // keys.shape[1]
     rows = group * nodes
-    sizes = {"AHEAD": 0, "FETCH": True} | _sizes(q, keys, launch)
+    sizes = DEFAULTS | _sizes(q, keys, launch)
     shares = sizes.pop("shares", None) or num_shares(q, keys, sizes)
-    sizes.pop("residents", None)
+    second, by_row, _ = sizes.pop("combine", None), sizes.pop("by_row"), sizes.pop("residents", None)
     if q.element_size() * dim < 128 or not keys.stride(3) == values.stride(3) == 1 or not chaining(q.device)["CHAINED"]:
         sizes |= {"AHEAD": 0, "FETCH": False}
     out = torch.empty_like(q) if out is None else out
@@ -349,20 +430,24 @@ def tree_attention(
     seen = ancestors if ancestors.dtype == torch.uint8 else ancestors.to(q.device).view(torch.uint8)
     on_device = isinstance(length, torch.Tensor)
     committed = (length, 0) if on_device else (None, length)
-    extents = (nodes, keys.shape[1], heads, shares, rows)
+    between_parts = (shares + heads - 1, 1) if by_row else (1, rows)
+    extents = (nodes, keys.shape[1], heads, shares, *between_parts)
     gate_and_out = (*((0, 0, 0, 0) if gate is None else gate.stride()), *out.stride())
-    shape = {"GROUP": group, "D": dim, "WINDOW": window or 0}
+    shape = {"GROUP": group, "D": dim, "WINDOW": window or 0, "APART": sizes.pop("APART"), "LEAST": sizes.pop("LEAST")}
+    direct = heads % shares == 0  # every share has whole heads
     _share_kernel[(triton.cdiv(rows, sizes["BLOCK_M"]), shares)](
         q, keys, values, seen, None if window is None else depths.to(q.device), *committed, means, tops, weights, gate, out,
         *extents, (dim**-0.5 if scale is None else scale) * 1.4426950408889634,
         *q.stride(), *keys.stride(), *values.stride(), *seen.stride(), *gate_and_out,
-        **shape, DIRECT=shares == 1, ACROSS=shares % heads != 0, BLOCK_D=max(16, triton.next_power_of_2(dim)), PRECISION="tf32x3",
+        **shape, DIRECT=direct, ACROSS=shares % heads != 0, BLOCK_D=max(16, triton.next_power_of_2(dim)), PRECISION="tf32x3",
         **sizes, **chaining(q.device),
     )  # fmt: skip
-    if shares > 1:
+    if not direct:
         most = shares // heads if shares % heads == 0 else triton.cdiv(shares, heads) + 1
-        second = _combine_sizes(most, rows * heads, dim, _num_processors(q.device))
-        _combine_kernel[(rows, triton.cdiv(dim, second["BLOCK_D"]), heads)](
+        if second is None:
+            second = _combine_sizes(most, rows * heads, dim, _num_processors(q.device))
+        kernel = _combine_rows_kernel if "BLOCK_R" in second else _combine_kernel
+        kernel[(triton.cdiv(rows, second.get("BLOCK_R", 1)), triton.cdiv(dim, second["BLOCK_D"]), heads)](
             means, tops, weights, *committed, gate, out, *extents, *gate_and_out,
             MOST=most, BLOCK_KEYS=sizes["BLOCK_KEYS"], **shape, **second, **chaining(q.device),
         )  # fmt: skip
