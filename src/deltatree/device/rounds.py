@@ -47,7 +47,7 @@ class DeviceRound:
 class Drafted:
     """A tree that was built and not verified yet, as far as a choice of the budget needs it. Best nodes first."""
 
-    scores: np.ndarray  # [N] float64, log-probability of each node's path from the root, by the drafter; 0 for the root
+    scores: np.ndarray  # [N] float64, log-probability of each node's path, by the drafter; held until the next draft
     parents: np.ndarray  # [N] int64
     depths: np.ndarray  # [N] int64
 
@@ -214,18 +214,20 @@ class DeviceRounds:
         self._captured("draft", count, False, partial(self.work.offer, count))()
         self._count_committed()
         meanwhile()
-        used, scores, parents, depths = self._read(self.work.drafted(count), ("drafted", count)).numpy()
-        kept = int(used[0])
-        return Drafted(scores[:kept].copy(), parents[:kept].astype(np.int64), depths[:kept].astype(np.int64))
+        record = self._read(self.work.drafted(count), ("drafted", count))
+        kept = int(record[0, 0])
+        parents, depths = record[2:, :kept].astype(np.int64)
+        return Drafted(record[1, :kept], parents, depths)
 
-    def verify(self, budget: int, *, chain: bool = False) -> DeviceRound:
+    def verify(self, budget: int, *, chain: bool = False, meanwhile: Callable[[], None] = lambda: None) -> DeviceRound:
         """The second half: verify the best `budget` nodes of the tree that `draft` built, and walk.
 
         chain: verify the drafter's most probable tokens in one line instead
+        meanwhile: what the host does while the device verifies
         """
         count = self._count(budget, chain)
         work = partial(self.work.verify_chain if chain else self.work.verify, count)
-        return self._finish(self._captured("verify", count, chain, work), count)
+        return self._finish(self._captured("verify", count, chain, work), count, meanwhile)
 
     @torch.inference_mode()
     def finish(self, kept: int) -> Tensor:
@@ -276,14 +278,14 @@ class DeviceRounds:
             self.session.count(steps)
         return DeviceRound(path, tokens, count)
 
-    def _read(self, record: Tensor, key) -> Tensor:
+    def _read(self, record: Tensor, key) -> np.ndarray:
         """A record of the device on the host, when it has arrived: one of the two waits of a round."""
-        is_gpu = self.target.device.type == "cuda"
-        held = self.work.scratch(("host", *key), lambda: torch.empty_like(record, device="cpu", pin_memory=is_gpu))
+        is_gpu = record.is_cuda
+        held, array = self.work.scratch(("host", *key), partial(_on_host, record))
         held.copy_(record, non_blocking=True)
         if is_gpu:
             torch.cuda.current_stream().synchronize()
-        return held
+        return array
 
     def _captured(self, kind, count: int, chain: bool, work: Callable[[], None]) -> Captured:
         """Captured work over these buffers. Its warm-up repeats a round, so the buffers' small registers are put back."""
@@ -318,6 +320,12 @@ class DeviceRounds:
 
     def _count(self, budget: int, chain: bool) -> int:
         return 1 + (min(budget, self.max_depth) if chain else budget if self.max_depth else 0)
+
+
+def _on_host(record: Tensor) -> tuple[Tensor, np.ndarray]:
+    """Where the host holds such a record, and the same memory as an array."""
+    held = torch.empty_like(record, device="cpu", pin_memory=record.is_cuda)
+    return held, held.numpy()
 
 
 class DeviceLoop:
@@ -394,10 +402,10 @@ class DeviceLoop:
         else:
             wanted = min(policy.widest, self.budget)
             widest = min(next(size for size in (*WIDEST, wanted) if size >= wanted), self.budget)
-            drafted = rounds.draft(widest, meanwhile=self._take_in)
+            drafted = rounds.draft(widest, meanwhile=self._take_in_and_prepare)
             size = len(policy.choose(Drafts.of(drafted.parents, drafted.depths, drafted.scores)))
             is_chain = policy.choice.is_chain
-            done = rounds.verify(self._filled(size, is_chain) - 1, chain=is_chain)
+            done = rounds.verify(self._filled(size, is_chain) - 1, chain=is_chain, meanwhile=policy.settle)
         self._learn = policy.lesson(done.path[:size], size)
         return done
 
@@ -412,6 +420,10 @@ class DeviceLoop:
         """Learn from the last round: not before the device has work again."""
         self._learn()
         self._learn = lambda: None
+
+    def _take_in_and_prepare(self) -> None:
+        self._take_in()
+        self.policy.prepare()
 
 
 def transition_policy(build_tree: Callable[..., DraftTree]) -> TransitionTree | None:
