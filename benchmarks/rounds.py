@@ -49,7 +49,6 @@ import torch
 import transformers
 
 from deltatree.capture import Captured
-from deltatree.decode.acceptance import Drafts
 from deltatree.decode.auto import AutoBudget, Experience
 from deltatree.decode.costs import RoundCosts
 from deltatree.device import DeviceRounds
@@ -179,7 +178,7 @@ class Split:
         widest = next((size for size in WIDEST if size >= budget), budget)  # from which `auto` would take so many
         drafted = rounds.draft(widest)
         begun = time.perf_counter()
-        self.policy.choose(Drafts.of(drafted.parents, drafted.depths, drafted.scores))
+        self.policy.choose(drafted)
         self.choices.append(time.perf_counter() - begun)
         return rounds.verify(budget).token_ids
 

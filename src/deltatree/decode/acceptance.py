@@ -22,7 +22,8 @@ MAX_DEPTH = 32
 """Depths beyond it share its bias."""
 
 _FORGET_FAST, _FORGET_SLOW = 0.94, 0.995  # a round
-_LOGIT_LIMIT, _LOGIT_SCALE = 9.0, 4.0
+LOGIT_LIMIT, LOGIT_SCALE = 9.0, 4.0
+"""Of a drafted token's log-odds: bound, and what they are divided by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class Drafts:
 def _scaled_logits(log_probs: np.ndarray) -> np.ndarray:
     log_probs = np.minimum(log_probs, -1e-9)
     logits = log_probs - np.log(-np.expm1(log_probs))
-    return np.minimum(np.maximum(logits, -_LOGIT_LIMIT), _LOGIT_LIMIT) / _LOGIT_SCALE  # quicker than `np.clip`
+    return np.minimum(np.maximum(logits, -LOGIT_LIMIT), LOGIT_LIMIT) / LOGIT_SCALE  # quicker than `np.clip`
 
 
 def _kinds(parents: np.ndarray) -> np.ndarray:
@@ -87,9 +88,9 @@ class AcceptanceModel:
         self.bias, self.depth_bias, self.slope = (
             np.zeros(kinds),
             np.zeros((kinds, depths)),
-            np.full(kinds, _LOGIT_SCALE),
+            np.full(kinds, LOGIT_SCALE),
         )
-        self.bias[BELOW], self.slope[BELOW] = -1.0, 0.5 * _LOGIT_SCALE
+        self.bias[BELOW], self.slope[BELOW] = -1.0, 0.5 * LOGIT_SCALE
         # Curvature seen so far beside the prior's: a Newton step divides by it.
         self._bias_weight, self._depth_weight, self._slope_weight = (
             np.zeros(kinds),
@@ -140,7 +141,7 @@ class AcceptanceModel:
             held += np.bincount(cell, weight * scale**2, theta.size)
             step = np.bincount(cell, missed * scale, theta.size) / (held + prior)
             theta += 0.5 * step  # halved, because several terms mend the same miss
-        np.clip(self.slope, 0.0, 2 * _LOGIT_SCALE, out=self.slope)
+        np.clip(self.slope, 0.0, 2 * LOGIT_SCALE, out=self.slope)
 
     def _forget(self) -> None:
         self._bias_weight *= _FORGET_FAST

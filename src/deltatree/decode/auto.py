@@ -323,7 +323,7 @@ class AutoBudget:
                 known.acceptance.learn(drafts.chain(nodes) if choice.is_chain else drafts.cut(nodes.size), path)
                 # The expectation is calibrated and less noisy than one outcome; both together are quick and honest.
                 tokens = 0.5 * (choice.expected + tokens)
-            seconds = float(known.costs.drafted(np.array(num_nodes), context)) / known.costs.pace_factor
+            seconds = known.costs.drafted_round(num_nodes, context) / known.costs.pace_factor
             known.learn(tokens, seconds)
 
         return learn

@@ -51,7 +51,7 @@ class RoundCosts:
         self._plain_seen: dict[int, int] = {0: 0}
         self._drafted_seen: dict[int, np.ndarray] = {0: np.zeros(self.node_counts.size)}
         self._fits: dict[int, np.ndarray] = {}
-        self._risen: dict[int, np.ndarray] = {}  # seconds of the node counts, never falling with them; pace left out
+        self._risen: dict[int, np.ndarray] = {}  # drawn from them when needed
         self._unfitted = 0  # rounds measured since the curves were drawn
 
     @property
@@ -75,15 +75,30 @@ class RoundCosts:
         self._reach(context)
         doubling = _doubling(context)
         if self.captured:
-            if doubling not in self._risen:
-                self._risen[doubling] = np.maximum.accumulate(np.exp(self._drafted[doubling]))
             places = np.minimum(self.node_counts.searchsorted(num_nodes), self.node_counts.size - 1)
-            return self.pace_factor * self._risen[doubling][places]
+            return self.pace_factor * self._rising(doubling)[places]
         if doubling not in self._fits:
             self._fits[doubling] = self._fit(doubling)
         num_nodes = np.asarray(num_nodes)
         constant, by_node, by_doubling = self.pace_factor * self._fits[doubling]
         return constant + by_node * (num_nodes - 1) + by_doubling * np.log2(num_nodes)
+
+    def drafted_round(self, num_nodes: int, context: int) -> float:
+        """`drafted` of one size: quicker where sizes are captured."""
+        if not self.captured:
+            return float(self.drafted(np.array(num_nodes), context))
+        self._reach(context)
+        return self.pace_factor * float(self._rising(_doubling(context))[self._place(num_nodes)])
+
+    def _rising(self, doubling: int) -> np.ndarray:
+        """Seconds by node counts at the usual pace, never falling with them."""
+        if doubling not in self._risen:
+            self._risen[doubling] = np.maximum.accumulate(np.exp(self._drafted[doubling]))
+        return self._risen[doubling]
+
+    def _place(self, num_nodes: int) -> int:
+        """Among the node counts, of the one that so many nodes run at."""
+        return min(bisect_left(self._counts, num_nodes), len(self._counts) - 1)
 
     def _fit(self, doubling: int) -> np.ndarray:
         """A constant, a share of each node and one of each doubling of the nodes, none of them negative: [3] seconds.
@@ -116,7 +131,7 @@ class RoundCosts:
 
     def learn_drafted(self, num_nodes: int, seconds: float, context: int) -> None:
         """Take in a measured round with a draft."""
-        surprise = self._surprise(seconds, float(self.drafted(np.array(num_nodes), context)))
+        surprise = self._surprise(seconds, self.drafted_round(num_nodes, context))
         doubling = _doubling(context)
         (where, shares), seen = self._shares(num_nodes), self._drafted_seen[doubling]
         seen[where] += shares
@@ -149,7 +164,7 @@ class RoundCosts:
     def _shares(self, num_nodes: int) -> tuple[int | slice, float | np.ndarray]:
         """Of which sizes a round of so many nodes says something, and how much, 0 to 1."""
         if self.captured:
-            return min(int(self.node_counts.searchsorted(num_nodes)), self.node_counts.size - 1), 1.0
+            return self._place(num_nodes), 1.0
         return slice(None), np.exp2(-2 * np.abs(np.log2(self.node_counts / num_nodes)))
 
     def _reach(self, context: int) -> None:

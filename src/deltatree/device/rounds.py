@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from deltatree.capture import Captured
-from deltatree.decode.acceptance import Drafts
+from deltatree.decode.acceptance import LOGIT_LIMIT, LOGIT_SCALE, Drafts
 from deltatree.decode.auto import AutoBudget
 from deltatree.decode.round import Round
 from deltatree.decode.sampling import Sampler
@@ -24,6 +24,7 @@ from deltatree.device.trees import MarginalTrees, TransitionTrees
 from deltatree.drafter import FastDFlashDrafter, NoDrafter
 from deltatree.drafter.fast_dflash import FastSession
 from deltatree.drafter.protocol import Drafter
+from deltatree.kernels.draft_record import draft_record
 from deltatree.kernels.tree_build import TreeBuffers
 from deltatree.kernels.walk import Walked, walk
 from deltatree.models.fast import USUAL_DEPTH, FastTarget
@@ -41,15 +42,6 @@ class DeviceRound:
     path: list[int]  # accepted nodes, the root first
     token_ids: list[int]  # emitted: the accepted drafted tokens, then the bonus token
     num_nodes: int  # verified, root included
-
-
-@dataclass(frozen=True, slots=True)
-class Drafted:
-    """A tree that was built and not verified yet, as far as a choice of the budget needs it. Best nodes first."""
-
-    scores: np.ndarray  # [N] float64, log-probability of each node's path, by the drafter; held until the next draft
-    parents: np.ndarray  # [N] int64
-    depths: np.ndarray  # [N] int64
 
 
 class RoundWork:
@@ -116,12 +108,14 @@ class RoundWork:
         """Draft, and put what a choice needs in one piece for the host."""
         self.draft(count, False)
         tree = self.tree(count)
-        for row, field in enumerate((tree.num_nodes.expand(count), tree.scores, tree.parents, tree.depths)):
-            self.drafted(count)[row] = field
+        draft_record(
+            tree.scores, tree.parents, tree.depths, num_nodes=tree.num_nodes, max_depth=self.max_depth,
+            limit=LOGIT_LIMIT, scale=LOGIT_SCALE, out=self.drafted(count),
+        )  # fmt: skip
 
     def drafted(self, count: int) -> Tensor:
-        """Number of nodes, scores, parents and depths of a tree of `count` nodes: [4, count] float64."""
-        new = partial(torch.zeros, 4, count, dtype=torch.float64, device=self.target.device)
+        """The record of a tree of `count` nodes: [5, count] float64."""
+        new = partial(torch.zeros, 5, count, dtype=torch.float64, device=self.target.device)
         return self.scratch(("drafted", count), new)
 
     def verify_chain(self, count: int) -> None:
@@ -203,9 +197,10 @@ class DeviceRounds:
         work = self._captured("round", count, chain, partial(self.work.round, count, chain))
         return self._finish(work, count, meanwhile)
 
-    @torch.inference_mode()
-    def draft(self, budget: int, meanwhile: Callable[[], None] = lambda: None) -> Drafted:
+    def draft(self, budget: int, meanwhile: Callable[[], None] = lambda: None) -> Drafts:
         """The first half of a round whose budget is chosen in between: commit, draft, build the widest tree.
+
+        Returns its nodes, best ones first.
 
         meanwhile: what the host does while the device drafts
         """
@@ -216,8 +211,8 @@ class DeviceRounds:
         meanwhile()
         record = self._read(self.work.drafted(count), ("drafted", count))
         kept = int(record[0, 0])
-        parents, depths = record[2:, :kept].astype(np.int64)
-        return Drafted(record[1, :kept], parents, depths)
+        parents, depths, kinds = record[2:, :kept].astype(np.int64)
+        return Drafts(parents, depths, kinds, record[1, :kept].copy())
 
     def verify(self, budget: int, *, chain: bool = False, meanwhile: Callable[[], None] = lambda: None) -> DeviceRound:
         """The second half: verify the best `budget` nodes of the tree that `draft` built, and walk.
@@ -265,7 +260,6 @@ class DeviceRounds:
         features = self.finish(self.num_uncommitted)
         return DeviceRounds(self.target, self.state, None, features, int(self.bonus))
 
-    @torch.inference_mode()
     def _finish(self, work: Captured, count: int, meanwhile: Callable[[], None] = lambda: None) -> DeviceRound:
         """Run the work that ends a round and read its record."""
         work()
@@ -307,8 +301,9 @@ class DeviceRounds:
                     trees.pause()
 
                 what = f"rounds of {count} nodes"
+                quiet = torch.inference_mode()(work)  # where nothing is captured it runs as it is, every time
                 self.buffers.graphs[key] = Captured(
-                    work, self.target.device, self.target._pool, what=what, before=nothing_yet
+                    quiet, self.target.device, self.target._pool, what=what, before=nothing_yet
                 )
                 for register, value in zip(registers, kept, strict=True):
                     register.copy_(value)
@@ -324,7 +319,8 @@ class DeviceRounds:
 
 def _on_host(record: Tensor) -> tuple[Tensor, np.ndarray]:
     """Where the host holds such a record, and the same memory as an array."""
-    held = torch.empty_like(record, device="cpu", pin_memory=record.is_cuda)
+    with torch.inference_mode(False):  # written outside of that mode, which takes the host longer to enter than to copy
+        held = torch.empty(record.shape, dtype=record.dtype, pin_memory=record.is_cuda)
     return held, held.numpy()
 
 
@@ -403,7 +399,7 @@ class DeviceLoop:
             wanted = min(policy.widest, self.budget)
             widest = min(next(size for size in (*WIDEST, wanted) if size >= wanted), self.budget)
             drafted = rounds.draft(widest, meanwhile=self._take_in_and_prepare)
-            size = len(policy.choose(Drafts.of(drafted.parents, drafted.depths, drafted.scores)))
+            size = len(policy.choose(drafted))
             is_chain = policy.choice.is_chain
             done = rounds.verify(self._filled(size, is_chain) - 1, chain=is_chain, meanwhile=policy.settle)
         self._learn = policy.lesson(done.path[:size], size)
