@@ -29,7 +29,14 @@ from deltatree.kernels.walk import triton as walk  # noqa: E402
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 SHARED_BYTES = {80: 166912, 89: 101376, 90: 232448, 100: 232448, 120: 101376, 121: 101376}  # a block may have
-TYPES = {torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16", torch.uint8: "u8", torch.int64: "i64", torch.int32: "i32"}
+TYPES = {
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.bfloat16: "bf16",
+    torch.uint8: "u8",
+    torch.int64: "i64",
+    torch.int32: "i32",
+}
 EVERY_SIZE = (90, 120)  # capabilities with much and with little shared memory
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from kernel_cases import draft_case, is_tree
 
-from deltatree.kernels.candidates import top_candidates
 from deltatree.decode.acceptance import LOGIT_LIMIT, LOGIT_SCALE, Drafts
+from deltatree.kernels.candidates import top_candidates
 from deltatree.kernels.draft_record import draft_record
 from deltatree.kernels.tree_build import TreeBuffers, build_tree
 from deltatree.kernels.walk import Walked, walk
