@@ -133,9 +133,15 @@ class RoundCosts:
         """Take in a measured round with a draft."""
         surprise = self._surprise(seconds, self.drafted_round(num_nodes, context))
         doubling = _doubling(context)
-        (where, shares), seen = self._shares(num_nodes), self._drafted_seen[doubling]
-        seen[where] += shares
-        self._drafted[doubling][where] += shares * surprise * np.maximum(1 / (seen[where] + 2), _SHAPE_RATE)
+        curve, seen = self._drafted[doubling], self._drafted_seen[doubling]
+        if self.captured:
+            place = self._place(num_nodes)
+            seen[place] += 1
+            curve[place] += surprise * max(1 / (seen[place] + 2), _SHAPE_RATE)
+        else:
+            shares = self._shares(num_nodes)
+            seen += shares
+            curve += shares * surprise * np.maximum(1 / (seen + 2), _SHAPE_RATE)
         self._risen.pop(doubling, None)
         self._unfitted += 1
         if self._unfitted >= _REFIT:
@@ -161,11 +167,9 @@ class RoundCosts:
         """How much longer than expected, as a logarithm; a hiccup counts no more than a third."""
         return min(max(math.log(max(seconds, 1e-7) / expected), -_SURPRISE), _SURPRISE)
 
-    def _shares(self, num_nodes: int) -> tuple[int | slice, float | np.ndarray]:
-        """Of which sizes a round of so many nodes says something, and how much, 0 to 1."""
-        if self.captured:
-            return self._place(num_nodes), 1.0
-        return slice(None), np.exp2(-2 * np.abs(np.log2(self.node_counts / num_nodes)))
+    def _shares(self, num_nodes: int) -> np.ndarray:
+        """How much a round of so many nodes says about every size, 0 to 1, where all lie on one smooth curve."""
+        return np.exp2(-2 * np.abs(np.log2(self.node_counts / num_nodes)))
 
     def _reach(self, context: int) -> None:
         """Curves for a context that is met first start as the nearest ones, ready to be corrected."""
