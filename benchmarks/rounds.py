@@ -13,6 +13,7 @@ A line is about `whole` rounds, one graph each, or about `split` ones, as `auto`
 | `pauses_us` | from the end of one graph to the start of another: a record read, the next launch, what is in between |
 | `long_pauses` | those over 30 us, a round |
 | `choice_ms` | the choice between draft and verify, a part of their pause |
+| `host_us` | the host's time from a record's arrival to the launch that comes next: a pause is this, the launch, and the record's way |
 | `launch_us` | the host's time for one launch |
 | `idle_launch_us` | what of a graph's span an idle device waits for its launch |
 | `acceptance_length`, `departed` | tokens a round; whether they were other than planted, and the line void |
@@ -38,7 +39,7 @@ import random
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -49,7 +50,6 @@ import torch
 import transformers
 
 from deltatree.capture import Captured
-from deltatree.decode.acceptance import Drafts
 from deltatree.decode.auto import AutoBudget, Experience
 from deltatree.decode.costs import RoundCosts
 from deltatree.device import DeviceRounds
@@ -122,6 +122,7 @@ class Launch:
     """One launch of captured work, between two events of the stream. Without a GPU there are none."""
 
     work: Captured
+    waited_us: float  # the host's time since it had read the last record
     host_us: float
     begin: torch.cuda.Event | None
     end: torch.cuda.Event | None
@@ -142,19 +143,26 @@ def event() -> torch.cuda.Event:
 @contextmanager
 def watched(on_gpu: bool = True) -> Iterator[list[Launch]]:
     """Every launch of captured work from here on."""
-    launch, seen = Captured.__call__, []
+    launch, read, seen = Captured.__call__, DeviceRounds._read, []
+    arrived = time.perf_counter()
 
     def launching(work: Captured) -> None:
+        waited = time.perf_counter() - arrived
         begin, begun = event() if on_gpu else None, time.perf_counter()
         launch(work)
         seconds = time.perf_counter() - begun
-        seen.append(Launch(work, 1e6 * seconds, begin, event() if on_gpu else None))
+        seen.append(Launch(work, 1e6 * waited, 1e6 * seconds, begin, event() if on_gpu else None))
 
-    Captured.__call__ = launching
+    def reading(rounds: DeviceRounds, *record):
+        nonlocal arrived
+        found, arrived = read(rounds, *record), time.perf_counter()
+        return found
+
+    Captured.__call__, DeviceRounds._read = launching, reading
     try:
         yield seen
     finally:
-        Captured.__call__ = launch
+        Captured.__call__, DeviceRounds._read = launch, read
 
 
 class Whole:
@@ -167,21 +175,32 @@ class Whole:
 
 
 class Split:
-    """A round as `auto` runs it. What was chosen is not what is verified, so that rounds are alike."""
+    """A round as `auto` runs it, its learning included. What was chosen is not what is verified, so that rounds are alike."""
 
     kind, graphs = "split", ("draft", "verify")
 
     def __init__(self, target: FastTarget) -> None:
         self.policy = AutoBudget(best_first, Experience(RoundCosts(target.node_buckets, captured=True)))
         self.choices: list[float] = []  # seconds
+        self._learn: Callable[[], None] = lambda: None
 
     def __call__(self, rounds: DeviceRounds, budget: int) -> list[int]:
+        policy = self.policy
+        policy.wants_draft(rounds.state.length + rounds.num_uncommitted, 1)
+        policy.habit()
         widest = next((size for size in WIDEST if size >= budget), budget)  # from which `auto` would take so many
-        drafted = rounds.draft(widest)
+        drafted = rounds.draft(widest, meanwhile=self._take_in_and_prepare)
         begun = time.perf_counter()
-        self.policy.choose(Drafts.of(drafted.parents, drafted.depths, drafted.scores))
+        size = len(policy.choose(drafted))
         self.choices.append(time.perf_counter() - begun)
-        return rounds.verify(budget).token_ids
+        token_ids = rounds.verify(budget, meanwhile=policy.settle).token_ids
+        self._learn = policy.lesson([0], size)
+        policy.finish()
+        return token_ids
+
+    def _take_in_and_prepare(self) -> None:
+        self._learn()
+        self.policy.prepare()
 
 
 def kinds_of(target: FastTarget, budget: int) -> list[Whole | Split]:
@@ -219,6 +238,7 @@ def measure(bench: Bench, budget: int, num_rounds: int, one_round: Whole | Split
         "departed": text != known[: len(text)],
         **spread("round_ms", milliseconds),
     }
+    found["host_us"] = {name: round(median(of[name].waited_us for of in launches), 1) for name in one_round.graphs}
     if isinstance(one_round, Split):
         found |= spread("choice_ms", [1e3 * seconds for seconds in one_round.choices[WARM_UP:]])
     return found | (by_events(rounds, milliseconds, launches) if bench.on_gpu else {})

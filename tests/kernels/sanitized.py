@@ -11,6 +11,7 @@ from deltatree.kernels.attention import tree_attention
 from deltatree.kernels.candidates import top_candidates
 from deltatree.kernels.commit import commit_rows
 from deltatree.kernels.conv import commit_window, conv_rows, tree_conv
+from deltatree.kernels.draft_record import draft_record
 from deltatree.kernels.gated_delta import PendingCommit, commit_gated_delta, tree_gated_delta
 from deltatree.kernels.gated_delta import triton as gated_delta
 from deltatree.kernels.tree_build import build_tree
@@ -59,5 +60,7 @@ for dtype in (torch.float32, torch.bfloat16):
 values, ids = top_candidates(torch.randn(15, 5000, device="cuda").round(), 64)
 built = build_tree(values, ids, torch.tensor([9], device="cuda"), budget=64)
 walk(built.token_ids, built.parents, built.token_ids.roll(-1), num_nodes=built.num_nodes, max_depth=15)
+fields = built.scores, built.parents, built.depths
+draft_record(*fields, num_nodes=built.num_nodes, max_depth=15, limit=9.0, scale=4.0)
 torch.cuda.synchronize()
 print("done")

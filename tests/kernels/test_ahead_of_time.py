@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from deltatree.kernels.candidates import triton as candidates  # noqa: E402
 from deltatree.kernels.commit import triton as commit  # noqa: E402
 from deltatree.kernels.conv import triton as conv  # noqa: E402
 from deltatree.kernels.delta_step import triton as delta_step  # noqa: E402
+from deltatree.kernels.draft_record import triton as draft_record  # noqa: E402
 from deltatree.kernels.experts import Routing, router  # noqa: E402
 from deltatree.kernels.experts import triton as experts  # noqa: E402
 from deltatree.kernels.fused import triton as fused  # noqa: E402
@@ -29,7 +31,14 @@ from deltatree.kernels.walk import triton as walk  # noqa: E402
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 SHARED_BYTES = {80: 166912, 89: 101376, 90: 232448, 100: 232448, 120: 101376, 121: 101376}  # a block may have
-TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.uint8: "u8", torch.int64: "i64", torch.int32: "i32"}
+TYPES = {
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.bfloat16: "bf16",
+    torch.uint8: "u8",
+    torch.int64: "i64",
+    torch.int32: "i32",
+}
 EVERY_SIZE = (90, 120)  # capabilities with much and with little shared memory
 
 
@@ -112,10 +121,15 @@ def all_launches(monkeypatch):
 
 
 def round_launches(dtype, monkeypatch) -> list:
-    """Candidates, tree and walk of one round: 15 depths, the published vocabulary, 256 nodes."""
+    """Candidates, tree, its record and walk of one round: 15 depths, the published vocabulary, 256 nodes."""
     logits = torch.empty(15, 248320, dtype=dtype)
     values, ids = torch.empty(15, 256), torch.zeros(15, 256, dtype=torch.int64)
     nodes, count = torch.zeros(257, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
+
+    def record(size: int) -> None:
+        fields = values.flatten()[:size], nodes[:size], nodes[:size]
+        draft_record.draft_record(*fields, num_nodes=count, max_depth=15, limit=9.0, scale=4.0)
+
     calls = [
         (candidates, ("_groups_kernel", "_select_kernel"), lambda: candidates.top_candidates(logits, 256)),
         (tree_build, ("_grow_kernel", "_relate_kernel"), lambda: tree_build.build_tree(values, ids, nodes, budget=256)),
@@ -125,6 +139,7 @@ def round_launches(dtype, monkeypatch) -> list:
             ("_grow_kernel", "_relate_kernel"),
             lambda: tree_build.build_tree(values, ids.int(), nodes, budget=16),
         ),
+        *((draft_record, ("_record_kernel",), partial(record, count)) for count in (257, 32)),
         (walk, ("_walk_kernel",), lambda: walk.walk(nodes, nodes, nodes, num_nodes=count, max_depth=15)),
     ]
     launches = []

@@ -1,4 +1,4 @@
-"""The operations of a round between two forwards, in plain PyTorch: candidates, tree, walk."""
+"""The operations of a round between two forwards, in plain PyTorch: candidates, tree, its record, walk."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import pytest
 import torch
 from kernel_cases import draft_case, is_tree
 
+from deltatree.decode.acceptance import LOGIT_LIMIT, LOGIT_SCALE, Drafts
 from deltatree.kernels.candidates import top_candidates
+from deltatree.kernels.draft_record import draft_record
 from deltatree.kernels.tree_build import TreeBuffers, build_tree
 from deltatree.kernels.walk import Walked, walk
 from deltatree.tree import DraftTree, accept, best_first
@@ -72,6 +74,22 @@ def test_padding_is_never_walked_onto_and_the_first_of_two_equal_children_is_tak
     choices[0] = 7
     walk(tree.token_ids, tree.parents, choices, num_nodes=torch.tensor([6]), max_depth=3, out=out)
     assert out.record.tolist() == [2, 9, 0, 2, 0, 0, 7, 9, 0, 0]
+
+
+def test_the_record_holds_what_the_host_would_find():
+    for seed in range(100):
+        log_probs, budget = draft_case(seed, max_budget=80)
+        built = build_tree(*candidates_on_host(log_probs, budget), 9, budget=budget)
+        fields = built.scores, built.parents, built.depths
+        options = dict(max_depth=len(log_probs), limit=LOGIT_LIMIT, scale=LOGIT_SCALE)
+        out = torch.full((5, budget + 1), torch.nan, dtype=torch.float64)
+        assert draft_record(*fields, num_nodes=built.num_nodes, **options, out=out) is out
+        assert not out.isnan().any() and (out[0] == built.num_nodes).all()
+        kept = int(out[0, 0])
+        expected = Drafts.of(*(field[:kept].numpy() for field in (built.parents, built.depths, built.scores.double())))
+        assert out[1, :kept].numpy() == pytest.approx(expected.logits, abs=1e-12)
+        for row, field in zip(out[2:], (expected.parents, expected.depths, expected.kinds), strict=True):
+            assert (row[:kept].numpy() == field).all()
 
 
 def test_what_is_out_of_range_is_refused():

@@ -1,4 +1,4 @@
-"""The Triton candidates, tree and walk are the reference ones, and the tree is that of `best_first`."""
+"""The Triton candidates, tree, record and walk are the reference ones, and the tree is that of `best_first`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from kernel_cases import DEVICE, ON_GPU, draft_case, is_tree, needs_kernels, som
 from deltatree.kernels.candidates import reference as candidates_truth
 from deltatree.kernels.candidates import top_candidates
 from deltatree.kernels.candidates.triton import scratch_for
+from deltatree.kernels.draft_record import draft_record
+from deltatree.kernels.draft_record import reference as record_truth
 from deltatree.kernels.tree_build import TreeBuffers, build_tree
 from deltatree.kernels.tree_build import reference as build_truth
 from deltatree.kernels.walk import Walked, walk
@@ -171,6 +173,21 @@ def test_the_walk_is_the_reference_one(seed, dtype):
     options = {"num_nodes": count, "max_depth": 15}
     assert walk(*nodes, target_ids, **options, out=out, backend="triton") is out
     assert torch.equal(out.record, walk_truth.walk(*nodes, target_ids, **options).record)
+
+
+@pytest.mark.parametrize("seed", range(100 if ON_GPU else 12))
+def test_the_record_is_the_reference_one(seed):
+    """With padding behind the tree, as it stands in the buffers."""
+    log_probs, budget = draft_case(seed, 120)
+    values, ids = (x.to(DEVICE) for x in candidates_on_host(log_probs, budget))
+    built = build_tree(values, ids, 9, budget=budget, out=rubbish(budget + 1), backend="reference")
+    options = {"num_nodes": built.num_nodes, "max_depth": len(log_probs), "limit": 9.0, "scale": 4.0}
+    fields = built.scores, built.parents, built.depths
+    out = torch.full((5, budget + 1), torch.nan, dtype=torch.float64, device=DEVICE)
+    assert draft_record(*fields, **options, out=out, backend="triton") is out
+    expected, kept = record_truth.draft_record(*fields, **options), int(built.num_nodes)
+    torch.testing.assert_close(out[:2, :kept], expected[:2, :kept], atol=1e-9, rtol=0)
+    assert torch.equal(out[2:, :kept], expected[2:, :kept])
 
 
 @pytest.mark.gpu

@@ -22,7 +22,8 @@ MAX_DEPTH = 32
 """Depths beyond it share its bias."""
 
 _FORGET_FAST, _FORGET_SLOW = 0.94, 0.995  # a round
-_LOGIT_LIMIT, _LOGIT_SCALE = 9.0, 4.0
+LOGIT_LIMIT, LOGIT_SCALE = 9.0, 4.0
+"""Of a drafted token's log-odds: bound, and what they are divided by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +50,7 @@ class Drafts:
 
     def spine(self) -> np.ndarray:
         """The nodes whose tokens are all first choices, the root first: a chain."""
-        is_spine = self.kinds == SPINE
-        is_spine[0] = True
-        return np.flatnonzero(is_spine)
+        return (self.kinds == SPINE).nonzero()[0]
 
     def chain(self, nodes: np.ndarray) -> Drafts:
         """Such nodes alone, as a chain."""
@@ -62,22 +61,23 @@ class Drafts:
 def _scaled_logits(log_probs: np.ndarray) -> np.ndarray:
     log_probs = np.minimum(log_probs, -1e-9)
     logits = log_probs - np.log(-np.expm1(log_probs))
-    return np.clip(logits, -_LOGIT_LIMIT, _LOGIT_LIMIT) / _LOGIT_SCALE
+    return np.minimum(np.maximum(logits, -LOGIT_LIMIT), LOGIT_LIMIT) / LOGIT_SCALE  # quicker than `np.clip`
 
 
 def _kinds(parents: np.ndarray) -> np.ndarray:
     """Kind of every node; a first choice is the first of its parent's children."""
-    kinds, first, on_spine = [SPINE], {}, {0}
-    for node, parent in enumerate(parents[1:].tolist(), start=1):  # a few nodes: quicker than array operations
-        is_first = first.setdefault(parent, node) == node
-        if parent not in on_spine:
-            kinds.append(BELOW if is_first else BELOW_BESIDE)
-        elif is_first:
-            on_spine.add(node)
-            kinds.append(SPINE)
-        else:
-            kinds.append(BESIDE)
-    return np.array(kinds)
+    nodes = np.arange(parents.size)
+    first = np.zeros_like(nodes)  # child of every node, 0 for none
+    first[parents[::-1]] = nodes[::-1]  # of several, the last one that is written stays
+    is_other = first[parents] != nodes
+    children, spine = first.tolist(), [0]
+    while child := children[spine[-1]]:
+        spine.append(child)
+    is_below = np.ones(parents.size, dtype=bool)
+    is_below[spine] = False
+    kinds = BELOW * is_below[parents] + is_other  # BESIDE and BELOW_BESIDE follow SPINE and BELOW
+    kinds[0] = SPINE
+    return kinds
 
 
 class AcceptanceModel:
@@ -88,9 +88,9 @@ class AcceptanceModel:
         self.bias, self.depth_bias, self.slope = (
             np.zeros(kinds),
             np.zeros((kinds, depths)),
-            np.full(kinds, _LOGIT_SCALE),
+            np.full(kinds, LOGIT_SCALE),
         )
-        self.bias[BELOW], self.slope[BELOW] = -1.0, 0.5 * _LOGIT_SCALE
+        self.bias[BELOW], self.slope[BELOW] = -1.0, 0.5 * LOGIT_SCALE
         # Curvature seen so far beside the prior's: a Newton step divides by it.
         self._bias_weight, self._depth_weight, self._slope_weight = (
             np.zeros(kinds),
@@ -108,12 +108,13 @@ class AcceptanceModel:
         chances[0] = 1.0
         return chances
 
-    def of_paths(self, drafts: Drafts) -> np.ndarray:
-        """[N] float64: probability that a node and all its ancestors are accepted. Their sum is the expected acceptance length."""
-        chances = self.given_parent(drafts).tolist()
-        for node, parent in enumerate(drafts.parents.tolist()[1:], start=1):  # parents come first
-            chances[node] *= chances[parent]
-        return np.array(chances)
+    def of_paths(self, drafts: Drafts) -> list[float]:
+        """[N] probability that a node and all its ancestors are accepted. Their sum is the expected acceptance length."""
+        chances, paths = self.given_parent(drafts).tolist(), [1.0]
+        parents = drafts.parents.tolist()
+        for chance, parent in zip(chances[1:], parents[1:], strict=True):  # parents come first
+            paths.append(chance * paths[parent])
+        return paths
 
     def learn(self, drafts: Drafts, path: list[int]) -> None:
         """Take in one round. path: the accepted nodes, from the root on; the children of all of them have been judged."""
@@ -140,7 +141,7 @@ class AcceptanceModel:
             held += np.bincount(cell, weight * scale**2, theta.size)
             step = np.bincount(cell, missed * scale, theta.size) / (held + prior)
             theta += 0.5 * step  # halved, because several terms mend the same miss
-        np.clip(self.slope, 0.0, 2 * _LOGIT_SCALE, out=self.slope)
+        np.clip(self.slope, 0.0, 2 * LOGIT_SCALE, out=self.slope)
 
     def _forget(self) -> None:
         self._bias_weight *= _FORGET_FAST

@@ -14,8 +14,10 @@ The choice moves no token of the text, only the rounds in which it comes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
 
 import numpy as np
 from torch import Tensor
@@ -87,10 +89,10 @@ class Habits:
 
         look: what a look costs, in tokens at the going rate
         """
-        if self.num_looks < _HABIT or self.always.max() < self.freely - look:
+        if self.num_looks < _HABIT:
             return None
-        kind, place = np.unravel_index(self.always.argmax(), self.always.shape)
-        return int(place), bool(kind)
+        kind, place = divmod(int(self.always.argmax()), self.always.shape[1])
+        return None if self.always[kind, place] < self.freely - look else (place, bool(kind))
 
 
 @dataclass
@@ -139,9 +141,13 @@ class Choice:
     """What a round was given, and why."""
 
     probabilities: list[float]  # of every node to be accepted, in node order; the root's is 1
-    expected: float  # acceptance length
     seconds: float  # what the round was expected to take
     is_chain: bool
+
+    @property
+    def expected(self) -> float:
+        """Acceptance length."""
+        return float(np.sum(self.probabilities))
 
 
 class AutoBudget:
@@ -150,6 +156,10 @@ class AutoBudget:
     policy: which tree; the first nodes of its tree for the largest budget are its tree for a smaller one
     scored: the same with the nodes' scores, where the policy has them at hand
     experience: what is known already; goes on learning
+
+    The device waits for `choose`, so that it only does what needs the drafts. What can be known before is worked out by
+    `prepare`, while the device drafts, and what is noted for later by `settle`, while it verifies; who calls neither
+    gets the same choices.
     """
 
     def __init__(
@@ -165,7 +175,10 @@ class AutoBudget:
         self._drafted = False  # whether this round drafts
         self._looks = False  # whether it waits for a look at its tree that it could do without
         self._context, self._is_typical, self._started = 0, True, 0.0
-        self._drafts: Drafts | None = None  # of this round's tree; None where nothing was drafted
+        self._seconds, self._prices = np.zeros(0), []  # of this round by its nodes; tokens that the seconds would bring
+        self._drafts: Drafts | None = None  # that this round chose from; None where it saw none
+        self._nodes = np.zeros(1, dtype=np.int64)  # of them, what it took
+        self._unsettled: Callable[[], None] | None = None
         self._built: DraftTree | None = None
         self._num_nodes = 1
 
@@ -178,7 +191,8 @@ class AutoBudget:
     def wants_draft(self, context: int, num_features: int) -> bool:
         """Whether the coming round drafts. context: committed tokens; num_features: of them unseen by the drafter."""
         self._started, self._context = self.experience.costs.clock(), context
-        self._drafts = self.choice = None
+        self._drafts = self.choice = self._unsettled = None
+        self._prices = []
         self._drafted = self._looks = False
         self._is_typical = num_features <= _FEW_FEATURES
         known, costs = self.experience, self.experience.costs
@@ -212,34 +226,41 @@ class AutoBudget:
         """Drafted nodes that a tree needs, so that there is enough to choose from: on captured sizes, the next larger one."""
         return int((1.5 if self.experience.costs.captured else 1.25) * self.experience.reach)
 
+    def prepare(self, most: int | None = None) -> None:
+        """What rounds of up to `most` nodes cost, those of all sizes if not said, before there is a tree to choose from."""
+        costs = self.experience.costs
+        sizes = np.arange(1, (most or int(costs.node_counts[-1])) + 1)
+        self._seconds = costs.drafted(sizes, self._context)
+        self._prices = (self._rate() * self._seconds).tolist()
+
     def choose(self, drafts: Drafts) -> np.ndarray:
         """The nodes of the round that is worth most, root included: the first so many, or the first of the spine.
 
         drafts: what may be verified, best nodes first
         """
-        known, costs = self.experience, self.experience.costs
-        rate = self._rate()
+        known = self.experience
+        if len(self._prices) < len(drafts):
+            self.prepare(len(drafts))
         chances, spine = known.acceptance.of_paths(drafts), drafts.spine()
-        sizes = np.arange(1, len(drafts) + 1)
-        seconds = costs.drafted(sizes, self._context)
-        of_tree = chances.cumsum() - rate * seconds
-        if costs.captured:  # a tree fills its bucket
-            filled = np.append(costs.node_counts[costs.node_counts < len(drafts)], len(drafts)) - 1
-            of_filled, of_tree = of_tree[filled], np.full(len(drafts), -np.inf)
-            of_tree[filled] = of_filled
-        of_chain = chances[spine].cumsum() - rate * seconds[: spine.size]
-        is_chain = bool(of_chain.max() >= of_tree.max())
-        size = 1 + int((of_chain if is_chain else of_tree).argmax())
-        is_chain &= size > 1
-        if costs.captured:
-            self._weigh(chances.cumsum(), chances[spine].cumsum(), max(of_tree.max(), of_chain.max()))
+        of_spine = [chances[node] for node in spine.tolist()]
+        of_tree, tree_size = _most_worth(chances, self._prices, known.costs.sizes(len(drafts)))
+        of_chain, chain_size = _most_worth(of_spine, self._prices, range(1, spine.size + 1))
+        is_chain = of_chain >= of_tree and chain_size > 1
+        size = chain_size if of_chain >= of_tree else tree_size
         nodes = spine[:size] if is_chain else np.arange(size)
-        self._drafts, self._num_nodes = drafts.chain(nodes) if is_chain else drafts.cut(size), size
+        probabilities = (of_spine if is_chain else chances)[:size]
+        self.choice = Choice(probabilities, float(self._seconds[size - 1]), is_chain)
+        self._drafts, self._nodes, self._num_nodes = drafts, nodes, size
         self._drafted, self._unseen = True, 0
-        chosen = chances[nodes]
-        self.choice = Choice(chosen.tolist(), float(chosen.sum()), float(seconds[size - 1]), is_chain)
+        self._unsettled = partial(self._weigh, chances, of_spine, max(of_tree, of_chain))
         known.reach = max(size, 0.95 * known.reach, _LEAST_REACH)
         return nodes
+
+    def settle(self) -> None:
+        """Note what the choice was made from, if that was not done yet: before the round's lesson, whenever there is time."""
+        unsettled, self._unsettled = self._unsettled, None
+        if unsettled is not None and self.experience.costs.captured:
+            unsettled()
 
     def habit(self) -> tuple[int, bool] | None:
         """Nodes, root included, of the coming round and whether it is a chain, where a look at its tree would not pay.
@@ -257,12 +278,12 @@ class AutoBudget:
         place, is_chain = found
         return int(self.experience.costs.node_counts[place]), is_chain
 
-    def _weigh(self, trees: np.ndarray, chains: np.ndarray, freely: float) -> None:
-        """Note what every size would have been worth. trees, chains: expected tokens by nodes; further nodes would add little"""
+    def _weigh(self, trees: list[float], chains: list[float], freely: float) -> None:
+        """Note what every size would have been worth. trees, chains: chances of their nodes; further ones would add little"""
         sizes = self.experience.costs.node_counts
         costs = self._rate() * self.experience.costs.drafted(sizes, self._context)
-        always = np.stack([tokens[np.minimum(sizes, tokens.size) - 1] - costs for tokens in (trees, chains)])
-        self.experience.habits.learn(freely, always)
+        tokens = [np.cumsum(chances)[np.minimum(sizes, len(chances)) - 1] for chances in (trees, chains)]
+        self.experience.habits.learn(freely, np.stack(tokens) - costs)
 
     def _rate(self) -> float:
         """Tokens per second that a round's time would bring otherwise."""
@@ -291,16 +312,18 @@ class AutoBudget:
 
     def lesson(self, path: list[int], num_nodes: int) -> Callable[[], None]:
         """`learn`, to be called whenever there is time, be it in the next round."""
+        self.settle()
         self._num_nodes = num_nodes
-        known, drafts, choice, context = self.experience, self._drafts, self.choice, self._context
+        known, context = self.experience, self._context
+        drafts, nodes, choice = self._drafts, self._nodes, self.choice
 
         def learn() -> None:
             tokens = float(len(path))
             if drafts is not None:  # not a habit's
-                known.acceptance.learn(drafts, path)
+                known.acceptance.learn(drafts.chain(nodes) if choice.is_chain else drafts.cut(nodes.size), path)
                 # The expectation is calibrated and less noisy than one outcome; both together are quick and honest.
                 tokens = 0.5 * (choice.expected + tokens)
-            seconds = float(known.costs.drafted(np.array(num_nodes), context)) / known.costs.pace_factor
+            seconds = known.costs.drafted_round(num_nodes, context) / known.costs.pace_factor
             known.learn(tokens, seconds)
 
         return learn
@@ -309,6 +332,7 @@ class AutoBudget:
         """The round is over: its time counts, unless the drafter read a prompt in it."""
         costs = self.experience.costs
         seconds = costs.clock() - self._started
+        self.settle()
         if not self._drafted:
             costs.learn_plain(seconds, self._context)
             return
@@ -316,6 +340,17 @@ class AutoBudget:
         if self._is_typical:
             whole = without_look(seconds) if self._looks else seconds
             costs.learn_drafted(self._num_nodes, whole, self._context)
+
+
+def _most_worth(chances: Iterable[float], prices: Sequence[float], sizes: Sequence[int]) -> tuple[float, int]:
+    """What the best of these sizes is worth, and that size; of equal ones the smallest.
+
+    chances: of the nodes to be accepted    prices: of a round by its nodes, in tokens
+    """
+    tokens = list(accumulate(chances))
+    worth = [tokens[size - 1] - prices[size - 1] for size in sizes]
+    best = max(worth)
+    return best, sizes[worth.index(best)]
 
 
 def _find(built: DraftTree, pruned: DraftTree, accepted: Acceptance) -> list[int]:

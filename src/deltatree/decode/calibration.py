@@ -125,9 +125,15 @@ class _Schedule:
     def widest(self) -> int:
         return max(self.sizes[len(self.seconds)] - 1, 0)
 
+    def prepare(self) -> None:
+        """As `AutoBudget.prepare`: there is nothing to compare."""
+
+    def settle(self) -> None:
+        """As `AutoBudget.settle`: nothing to note."""
+
     def choose(self, drafts: Drafts) -> np.ndarray:
         """As `AutoBudget.choose`, where rounds stay on the device: always the tree."""
-        self.choice = Choice([], 0.0, 0.0, is_chain=False)
+        self.choice = Choice([], 0.0, is_chain=False)
         return np.arange(min(self.sizes[len(self.seconds)], len(drafts)))
 
     def habit(self) -> None:
@@ -164,7 +170,7 @@ class _Visits(_Schedule):
 
     def choose(self, drafts: Drafts) -> np.ndarray:
         size, is_chain, _ = self.visits[len(self.seconds)]
-        self.choice = Choice([], 0.0, 0.0, is_chain)
+        self.choice = Choice([], 0.0, is_chain)
         return np.arange(min(size, len(drafts)))
 
     def habit(self) -> tuple[int, bool] | None:

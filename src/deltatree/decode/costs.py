@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -41,6 +42,7 @@ class RoundCosts:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.node_counts = np.array(sorted(set(node_counts)))
+        self._counts = self.node_counts.tolist()
         self.captured, self.clock = captured, clock
         self.pace = 0.0  # log: what all rounds take at the moment over what the curves say
         guess = np.log(0.02 * (1.5 + 0.03 * (self.node_counts - 1)))
@@ -49,12 +51,19 @@ class RoundCosts:
         self._plain_seen: dict[int, int] = {0: 0}
         self._drafted_seen: dict[int, np.ndarray] = {0: np.zeros(self.node_counts.size)}
         self._fits: dict[int, np.ndarray] = {}
+        self._risen: dict[int, np.ndarray] = {}  # drawn from them when needed
         self._unfitted = 0  # rounds measured since the curves were drawn
 
     @property
     def pace_factor(self) -> float:
         """What rounds take at the moment over what they usually take."""
         return math.exp(self.pace)
+
+    def sizes(self, most: int) -> Sequence[int]:
+        """Nodes of the rounds to choose from if there are `most`, root included, rising: a tree fills what is captured."""
+        if not self.captured:
+            return range(1, most + 1)
+        return [*self._counts[: bisect_left(self._counts, most)], most]
 
     def plain(self, context: int) -> float:
         """Seconds of a round without a draft. context: committed tokens."""
@@ -66,13 +75,30 @@ class RoundCosts:
         self._reach(context)
         doubling = _doubling(context)
         if self.captured:
-            places = np.minimum(np.searchsorted(self.node_counts, num_nodes), self.node_counts.size - 1)
-            return self.pace_factor * np.maximum.accumulate(np.exp(self._drafted[doubling]))[places]
+            places = np.minimum(self.node_counts.searchsorted(num_nodes), self.node_counts.size - 1)
+            return self.pace_factor * self._rising(doubling)[places]
         if doubling not in self._fits:
             self._fits[doubling] = self._fit(doubling)
         num_nodes = np.asarray(num_nodes)
         constant, by_node, by_doubling = self.pace_factor * self._fits[doubling]
         return constant + by_node * (num_nodes - 1) + by_doubling * np.log2(num_nodes)
+
+    def drafted_round(self, num_nodes: int, context: int) -> float:
+        """`drafted` of one size: quicker where sizes are captured."""
+        if not self.captured:
+            return float(self.drafted(np.array(num_nodes), context))
+        self._reach(context)
+        return self.pace_factor * float(self._rising(_doubling(context))[self._place(num_nodes)])
+
+    def _rising(self, doubling: int) -> np.ndarray:
+        """Seconds by node counts at the usual pace, never falling with them."""
+        if doubling not in self._risen:
+            self._risen[doubling] = np.maximum.accumulate(np.exp(self._drafted[doubling]))
+        return self._risen[doubling]
+
+    def _place(self, num_nodes: int) -> int:
+        """Among the node counts, of the one that so many nodes run at."""
+        return min(bisect_left(self._counts, num_nodes), len(self._counts) - 1)
 
     def _fit(self, doubling: int) -> np.ndarray:
         """A constant, a share of each node and one of each doubling of the nodes, none of them negative: [3] seconds.
@@ -105,15 +131,22 @@ class RoundCosts:
 
     def learn_drafted(self, num_nodes: int, seconds: float, context: int) -> None:
         """Take in a measured round with a draft."""
-        surprise = self._surprise(seconds, float(self.drafted(np.array(num_nodes), context)))
+        surprise = self._surprise(seconds, self.drafted_round(num_nodes, context))
         doubling = _doubling(context)
-        shares, seen = self._shares(num_nodes), self._drafted_seen[doubling]
-        seen += shares
+        curve, seen = self._drafted[doubling], self._drafted_seen[doubling]
+        if self.captured:
+            place = self._place(num_nodes)
+            seen[place] += 1
+            curve[place] += surprise * max(1 / (seen[place] + 2), _SHAPE_RATE)
+        else:
+            shares = self._shares(num_nodes)
+            seen += shares
+            curve += shares * surprise * np.maximum(1 / (seen + 2), _SHAPE_RATE)
+        self._risen.pop(doubling, None)
         self._unfitted += 1
         if self._unfitted >= _REFIT:
             self._unfitted = 0
             self._fits.clear()
-        self._drafted[doubling] += shares * surprise * np.maximum(1 / (seen + 2), _SHAPE_RATE)
         self.pace += _PACE_RATE * surprise
 
     def set_curves(self, plain_seconds: float, drafted_seconds: dict[int, float]) -> None:
@@ -128,16 +161,14 @@ class RoundCosts:
         self._plain, self._drafted = {0: math.log(plain_seconds)}, {0: np.log(curve)}
         self._plain_seen, self._drafted_seen = {0: 2}, {0: np.full(self.node_counts.size, 2.0)}
         self._fits.clear()
+        self._risen.clear()
 
     def _surprise(self, seconds: float, expected: float) -> float:
         """How much longer than expected, as a logarithm; a hiccup counts no more than a third."""
         return min(max(math.log(max(seconds, 1e-7) / expected), -_SURPRISE), _SURPRISE)
 
     def _shares(self, num_nodes: int) -> np.ndarray:
-        """How much a round of so many nodes says about every size, 0 to 1."""
-        if self.captured:
-            place = min(int(np.searchsorted(self.node_counts, num_nodes)), self.node_counts.size - 1)
-            return (np.arange(self.node_counts.size) == place).astype(float)
+        """How much a round of so many nodes says about every size, 0 to 1, where all lie on one smooth curve."""
         return np.exp2(-2 * np.abs(np.log2(self.node_counts / num_nodes)))
 
     def _reach(self, context: int) -> None:
@@ -151,4 +182,4 @@ class RoundCosts:
 
 
 def _doubling(context: int) -> int:
-    return max(math.ceil(math.log2(max(context, 1) / SHORT)), 0)
+    return max((context - 1) // SHORT, 0).bit_length()

@@ -1,5 +1,5 @@
 """Rounds that stay on the device: where the fast target, the fast drafter and the kernels of a round come together."""
 
-from deltatree.device.rounds import DeviceLoop, DeviceRound, DeviceRounds, Drafted
+from deltatree.device.rounds import DeviceLoop, DeviceRound, DeviceRounds
 
-__all__ = ["DeviceLoop", "DeviceRound", "DeviceRounds", "Drafted"]
+__all__ = ["DeviceLoop", "DeviceRound", "DeviceRounds"]

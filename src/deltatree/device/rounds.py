@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from deltatree.capture import Captured
-from deltatree.decode.acceptance import Drafts
+from deltatree.decode.acceptance import LOGIT_LIMIT, LOGIT_SCALE, Drafts
 from deltatree.decode.auto import AutoBudget
 from deltatree.decode.round import Round
 from deltatree.decode.sampling import Sampler
@@ -24,6 +24,7 @@ from deltatree.device.trees import MarginalTrees, TransitionTrees
 from deltatree.drafter import FastDFlashDrafter, NoDrafter
 from deltatree.drafter.fast_dflash import FastSession
 from deltatree.drafter.protocol import Drafter
+from deltatree.kernels.draft_record import draft_record
 from deltatree.kernels.tree_build import TreeBuffers
 from deltatree.kernels.walk import Walked, walk
 from deltatree.models.fast import USUAL_DEPTH, FastTarget
@@ -41,15 +42,6 @@ class DeviceRound:
     path: list[int]  # accepted nodes, the root first
     token_ids: list[int]  # emitted: the accepted drafted tokens, then the bonus token
     num_nodes: int  # verified, root included
-
-
-@dataclass(frozen=True, slots=True)
-class Drafted:
-    """A tree that was built and not verified yet, as far as a choice of the budget needs it. Best nodes first."""
-
-    scores: np.ndarray  # [N] float64, log-probability of each node's path from the root, by the drafter; 0 for the root
-    parents: np.ndarray  # [N] int64
-    depths: np.ndarray  # [N] int64
 
 
 class RoundWork:
@@ -116,12 +108,14 @@ class RoundWork:
         """Draft, and put what a choice needs in one piece for the host."""
         self.draft(count, False)
         tree = self.tree(count)
-        for row, field in enumerate((tree.num_nodes.expand(count), tree.scores, tree.parents, tree.depths)):
-            self.drafted(count)[row] = field
+        draft_record(
+            tree.scores, tree.parents, tree.depths, num_nodes=tree.num_nodes, max_depth=self.max_depth,
+            limit=LOGIT_LIMIT, scale=LOGIT_SCALE, out=self.drafted(count),
+        )  # fmt: skip
 
     def drafted(self, count: int) -> Tensor:
-        """Number of nodes, scores, parents and depths of a tree of `count` nodes: [4, count] float64."""
-        new = partial(torch.zeros, 4, count, dtype=torch.float64, device=self.target.device)
+        """The record of a tree of `count` nodes: [5, count] float64."""
+        new = partial(torch.zeros, 5, count, dtype=torch.float64, device=self.target.device)
         return self.scratch(("drafted", count), new)
 
     def verify_chain(self, count: int) -> None:
@@ -203,9 +197,10 @@ class DeviceRounds:
         work = self._captured("round", count, chain, partial(self.work.round, count, chain))
         return self._finish(work, count, meanwhile)
 
-    @torch.inference_mode()
-    def draft(self, budget: int, meanwhile: Callable[[], None] = lambda: None) -> Drafted:
+    def draft(self, budget: int, meanwhile: Callable[[], None] = lambda: None) -> Drafts:
         """The first half of a round whose budget is chosen in between: commit, draft, build the widest tree.
+
+        Returns its nodes, best ones first.
 
         meanwhile: what the host does while the device drafts
         """
@@ -214,18 +209,20 @@ class DeviceRounds:
         self._captured("draft", count, False, partial(self.work.offer, count))()
         self._count_committed()
         meanwhile()
-        used, scores, parents, depths = self._read(self.work.drafted(count), ("drafted", count)).numpy()
-        kept = int(used[0])
-        return Drafted(scores[:kept].copy(), parents[:kept].astype(np.int64), depths[:kept].astype(np.int64))
+        record = self._read(self.work.drafted(count), ("drafted", count))
+        kept = int(record[0, 0])
+        parents, depths, kinds = record[2:, :kept].astype(np.int64)
+        return Drafts(parents, depths, kinds, record[1, :kept].copy())
 
-    def verify(self, budget: int, *, chain: bool = False) -> DeviceRound:
+    def verify(self, budget: int, *, chain: bool = False, meanwhile: Callable[[], None] = lambda: None) -> DeviceRound:
         """The second half: verify the best `budget` nodes of the tree that `draft` built, and walk.
 
         chain: verify the drafter's most probable tokens in one line instead
+        meanwhile: what the host does while the device verifies
         """
         count = self._count(budget, chain)
         work = partial(self.work.verify_chain if chain else self.work.verify, count)
-        return self._finish(self._captured("verify", count, chain, work), count)
+        return self._finish(self._captured("verify", count, chain, work), count, meanwhile)
 
     @torch.inference_mode()
     def finish(self, kept: int) -> Tensor:
@@ -263,7 +260,6 @@ class DeviceRounds:
         features = self.finish(self.num_uncommitted)
         return DeviceRounds(self.target, self.state, None, features, int(self.bonus))
 
-    @torch.inference_mode()
     def _finish(self, work: Captured, count: int, meanwhile: Callable[[], None] = lambda: None) -> DeviceRound:
         """Run the work that ends a round and read its record."""
         work()
@@ -276,14 +272,14 @@ class DeviceRounds:
             self.session.count(steps)
         return DeviceRound(path, tokens, count)
 
-    def _read(self, record: Tensor, key) -> Tensor:
+    def _read(self, record: Tensor, key) -> np.ndarray:
         """A record of the device on the host, when it has arrived: one of the two waits of a round."""
-        is_gpu = self.target.device.type == "cuda"
-        held = self.work.scratch(("host", *key), lambda: torch.empty_like(record, device="cpu", pin_memory=is_gpu))
+        is_gpu = record.is_cuda
+        held, array = self.work.scratch(("host", *key), partial(_on_host, record))
         held.copy_(record, non_blocking=True)
         if is_gpu:
             torch.cuda.current_stream().synchronize()
-        return held
+        return array
 
     def _captured(self, kind, count: int, chain: bool, work: Callable[[], None]) -> Captured:
         """Captured work over these buffers. Its warm-up repeats a round, so the buffers' small registers are put back."""
@@ -305,8 +301,9 @@ class DeviceRounds:
                     trees.pause()
 
                 what = f"rounds of {count} nodes"
+                quiet = torch.inference_mode()(work)  # where nothing is captured it runs as it is, every time
                 self.buffers.graphs[key] = Captured(
-                    work, self.target.device, self.target._pool, what=what, before=nothing_yet
+                    quiet, self.target.device, self.target._pool, what=what, before=nothing_yet
                 )
                 for register, value in zip(registers, kept, strict=True):
                     register.copy_(value)
@@ -318,6 +315,13 @@ class DeviceRounds:
 
     def _count(self, budget: int, chain: bool) -> int:
         return 1 + (min(budget, self.max_depth) if chain else budget if self.max_depth else 0)
+
+
+def _on_host(record: Tensor) -> tuple[Tensor, np.ndarray]:
+    """Where the host holds such a record, and the same memory as an array."""
+    with torch.inference_mode(False):  # written outside of that mode, which takes the host longer to enter than to copy
+        held = torch.empty(record.shape, dtype=record.dtype, pin_memory=record.is_cuda)
+    return held, held.numpy()
 
 
 class DeviceLoop:
@@ -394,10 +398,10 @@ class DeviceLoop:
         else:
             wanted = min(policy.widest, self.budget)
             widest = min(next(size for size in (*WIDEST, wanted) if size >= wanted), self.budget)
-            drafted = rounds.draft(widest, meanwhile=self._take_in)
-            size = len(policy.choose(Drafts.of(drafted.parents, drafted.depths, drafted.scores)))
+            drafted = rounds.draft(widest, meanwhile=self._take_in_and_prepare)
+            size = len(policy.choose(drafted))
             is_chain = policy.choice.is_chain
-            done = rounds.verify(self._filled(size, is_chain) - 1, chain=is_chain)
+            done = rounds.verify(self._filled(size, is_chain) - 1, chain=is_chain, meanwhile=policy.settle)
         self._learn = policy.lesson(done.path[:size], size)
         return done
 
@@ -412,6 +416,10 @@ class DeviceLoop:
         """Learn from the last round: not before the device has work again."""
         self._learn()
         self._learn = lambda: None
+
+    def _take_in_and_prepare(self) -> None:
+        self._take_in()
+        self.policy.prepare()
 
 
 def transition_policy(build_tree: Callable[..., DraftTree]) -> TransitionTree | None:
