@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 import triton
-from kernels import BANDWIDTH, graph_us
+from kernel_times import BANDWIDTH, graph_us
 from torch import Tensor
 
 from deltatree.kernels.candidates import triton as candidates

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 import triton
-from kernels import BANDWIDTH, graph_us, num_bytes, relative_error
+from kernel_times import BANDWIDTH, graph_us, num_bytes, relative_error
 from torch import Tensor
 
 from deltatree.kernels.linear import triton as kernel

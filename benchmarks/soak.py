@@ -278,5 +278,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # Transformers would take kernels.py beside this file for the package of that name
     sys.exit(main())

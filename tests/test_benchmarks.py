@@ -1,6 +1,8 @@
 """Benchmarks of whole stages run on a tiny shape without a GPU, and their lines are what they say."""
 
+import inspect
 import json
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -9,6 +11,15 @@ import pytest
 import torch
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
+
+
+def test_no_benchmark_is_taken_for_a_package_that_transformers_looks_for():
+    """A script's folder comes first among the places that imports are looked for in."""
+    from transformers.utils import import_utils
+
+    looked_for = set(re.findall(r'_is_package_available\(\s*"(\w+)', inspect.getsource(import_utils)))
+    assert "kernels" in looked_for
+    assert not (looked_for | sys.stdlib_module_names) & {file.stem for file in FOLDER.glob("*.py")}
 
 
 @pytest.fixture

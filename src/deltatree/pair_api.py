@@ -356,7 +356,7 @@ def load(
         elsewhere and wherever the fast one does not cover a model, which a warning then says)
     context_length: tokens of prompt and answer that the fast backend keeps room for, by default 32,768 or the model's own
     prefill: what takes recurrent layers through a prompt: "own", or "fla" (flash-linear-attention's chunk kernels, which
-        are tuned for minutes in every process); all methods of a pair start from the same numbers
+        are tuned for minutes in every process and need a GPU); all methods of a pair start from the same numbers
     Configs are judged before weights are read. Raises CheckpointError, ArchitectureError, MismatchError, OptionError.
     """
     from deltatree.drafter.dialects import check_pair, read_drafter_config

@@ -103,6 +103,18 @@ def test_another_runs_folder_is_refused_before_the_pair_loads(tmp_path, loads, n
     assert "it differs in plan.temperature (0.0 there, 0.5 now)" in str(refused.exception)
 
 
+def test_a_run_says_what_its_prompts_went_through(tmp_path, loads, no_chart):
+    from deltatree.verify.chain import fla_chain
+
+    assert bench(tmp_path).exit_code == 0
+    run = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert run.pop("prefill") == "own"
+    (tmp_path / "out" / "run.json").write_text(json.dumps(run))  # as before it could be chosen
+    assert bench(tmp_path).exit_code == 0
+    loads["pair"].target.chain_rule = fla_chain
+    assert 'it differs in prefill ("own" there, "fla" now)' in str(bench(tmp_path).exception)
+
+
 def test_auto_is_a_budget_among_others(tmp_path, loads, no_chart):
     from deltatree.bench.plan import parse_budgets
 

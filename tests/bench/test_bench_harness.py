@@ -21,7 +21,10 @@ import deltatree
 from deltatree import Pair
 from deltatree.bench import Record, Sample, read_records, run_bench, summarise, summary
 from deltatree.bench.records import records_file
+from deltatree.decode.auto import Experience
+from deltatree.decode.costs import RoundCosts
 from deltatree.errors import OptionError, PromptError, RecordError
+from deltatree.transitions import TransitionTree
 
 NUM_ARMS = 4
 NUM_RECORDS = 4 * NUM_ARMS  # three samples, one of them with two turns
@@ -100,20 +103,27 @@ def test_B59_slow_first_calls_of_every_width_are_not_counted():
 
 
 def test_B59_all_that_budget_auto_may_choose_is_captured_before_anything_counts(monkeypatch):
-    """Also where noise and near ties are looked at, which takes states of its own."""
+    """Over the trees that are asked for; also where noise and near ties are looked at, which takes states of its own."""
     from deltatree.bench import harness
 
     pair = deltatree.load("shipped", backend="fast", device="cpu", context_length=400)
-    pair.target.node_buckets = (1, 8, 16, 32, 65)
-    captured, warm_up = [], harness._Bench._warm_up
+    pair.target.node_buckets = (1, 16, 32, 65)
+    pair._experience = Experience(RoundCosts((1, 16, 32), captured=True))  # measuring takes seconds
+    captured, warm_up, ahead = [], harness._Bench._warm_up, []
     parts = pair.target, pair.drafter
     monkeypatch.setattr(
         harness._Bench, "_warm_up", lambda self: (warm_up(self), captured.append(sum(p.num_captured for p in parts)))
     )
+    monkeypatch.setattr(
+        harness,
+        "capture_choices",
+        lambda *args, _really=harness.capture_choices: ahead.append(args[3]) or _really(*args),
+    )
     monkeypatch.setattr(harness, "first_divergence", lambda plain, token_ids: plain.best(0) and None)
-    plan = replace(PLAN, budgets=(7, "auto"), max_new_tokens=24, noise_samples=1)
+    plan = replace(PLAN, budgets=(7, "auto"), tree="transitions", max_new_tokens=16, noise_samples=1)
     samples = [Sample(str(number), "demo", (text,)) for number, text in enumerate(("What is 2 + 3?", "Say hello."))]
     run = run_bench(pair, samples, plan)
+    assert [type(policy) for policy in ahead] == [TransitionTree]
     assert captured == [sum(p.num_captured for p in parts)]
     assert {record.verdict for record in run.records} == {"identical"}
 

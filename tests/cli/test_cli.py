@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import logging
 import subprocess
 import sys
 
@@ -50,6 +51,34 @@ def test_bad_input_is_one_sentence_and_exit_code_2(arguments, sentence, tmp_path
     assert sentence in done.stderr and "Traceback" not in done.stderr
     assert done.stdout == ""
     assert sorted(file.name for file in tmp_path.iterdir()) == ["latin1.txt"]  # nothing half-written
+
+
+@pytest.mark.parametrize(
+    ("device", "sentence"),
+    [("cpu", "needs a GPU, and the device is cpu"), ("cuda", "needs flash-linear-attention; pip install")],
+)
+@pytest.mark.parametrize(
+    "arguments",
+    [["generate", "--prompt", "x"], ["bench", "--dataset", "demo", "--out", "runs"], ["serve"]],
+    ids=lambda a: a[0],
+)
+def test_flash_linear_attention_that_cannot_run_is_refused(arguments, device, sentence, capsys, monkeypatch, tmp_path):
+    """In this process, which can be told that it has a GPU, and that a package is not there."""
+    import torch
+
+    from deltatree.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "fla", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cuda")
+    monkeypatch.setattr(logging, "basicConfig", lambda **options: None)  # the server's log
+    monkeypatch.setattr(sys, "argv", ["deltatree", *arguments, "--device", device, "--prefill", "fla"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    written = capsys.readouterr()
+    assert ended.value.code == 2 and written.out == ""
+    assert [line for line in written.err.splitlines() if line.startswith("error: ")] == written.err.splitlines()[-1:]
+    assert f"error: prefill='fla' {sentence}" in written.err
 
 
 def test_prompts_that_only_the_target_can_judge():

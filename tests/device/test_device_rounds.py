@@ -9,14 +9,16 @@ from checkpoints import drafter_config, save_drafter
 from tiny import VOCAB
 
 from deltatree.capture import Captured
-from deltatree.decode import Ending, Sampler, decode, stream
+from deltatree.decode import Ending, GenerateOptions, Sampler, decode, sampler_for, stream
 from deltatree.decode.auto import AutoBudget, Experience
 from deltatree.decode.calibration import capture_choices
 from deltatree.decode.costs import RoundCosts
 from deltatree.device import DeviceRounds
+from deltatree.device.rounds import budget_to_build
 from deltatree.drafter import FastDFlashDrafter, NoDrafter, load_drafter, read_drafter_config
 from deltatree.models import FastTarget, ReferenceTarget
-from deltatree.tree import best_first, chain, no_draft
+from deltatree.transitions import TransitionTable, TransitionTree
+from deltatree.tree import Calibrated, best_first, chain, no_draft
 
 
 class WarmedUp(Captured):
@@ -185,12 +187,41 @@ def test_buffers_are_lent_again(pair):
         assert len(target._free) == 1 and len(drafter._free) == 1
 
 
-def test_all_that_auto_may_choose_can_be_captured_ahead(pair):
+POLICIES = {
+    "best-first": lambda: best_first,
+    "transitions": lambda: TransitionTree(TransitionTable.empty(VOCAB, num_buckets=64)),
+    "transitions-chain": lambda: TransitionTree(TransitionTable.empty(VOCAB, num_buckets=64), is_chain=True),
+    "calibrated": Calibrated,
+}
+
+
+@pytest.mark.parametrize(
+    ("tree", "is_greedy"), [*((tree, True) for tree in POLICIES), ("best-first", False), ("transitions", False)]
+)
+def test_all_that_auto_may_choose_can_be_captured_ahead(pair, tree, is_greedy):
+    """On the device and, for policies and samplers that it does not know, through the host."""
     target, drafter = pair
-    costs = RoundCosts(target.node_buckets, captured=True)
-    capture_choices(target, drafter, costs)
+    costs, sampler = RoundCosts(target.node_buckets, captured=True), Sampler()
+    if not is_greedy:
+        sampler = sampler_for(GenerateOptions(temperature=0.7, seed=1))
+    policy = POLICIES[tree]()
+    capture_choices(target, drafter, costs, policy, sampler)
+    target.capture_commits(drafter.depth + 1)
     captured = target.num_captured + drafter.num_captured
-    auto = AutoBudget(best_first, Experience(costs))
-    rounds = decode(target, drafter, PROMPT, build_tree=auto, budget=39, ending=Ending(60), sampler=Sampler())
+    auto = AutoBudget(policy, Experience(costs))
+    rounds = decode(target, drafter, PROMPT, build_tree=auto, budget=39, ending=Ending(60), sampler=sampler)
     assert len({r.num_nodes for r in rounds}) > 1
     assert target.num_captured + drafter.num_captured == captured
+
+
+def test_trees_to_choose_from_have_few_sizes():
+    assert [budget_to_build(wanted, 255) for wanted in (1, 15, 16, 127, 128, 200, 380)] == [
+        15,
+        15,
+        31,
+        127,
+        255,
+        255,
+        255,
+    ]
+    assert {budget_to_build(wanted, 39) for wanted in range(1, 90)} == {15, 31, 39}

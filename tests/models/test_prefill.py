@@ -139,8 +139,10 @@ def test_which_rule_prefill_takes(monkeypatch):
     with pytest.raises(OptionError, match="own, fla"):
         chain_rule("fast", GPU)
     install_fla(monkeypatch)
-    for name, device, rule in [("own", GPU, own_chain), ("fla", GPU, fla_chain), ("fla", CPU, own_chain)]:
+    for name, device, rule in [("own", GPU, own_chain), ("own", CPU, own_chain), ("fla", GPU, fla_chain)]:
         assert chain_rule(name, device) is rule, (name, device)
+    with pytest.raises(OptionError, match="needs a GPU, and the device is cpu"):
+        chain_rule("fla", CPU)
 
 
 def test_a_broken_installation_is_told(monkeypatch):

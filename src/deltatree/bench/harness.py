@@ -30,7 +30,9 @@ from deltatree.bench.samples import Sample
 from deltatree.bench.stages import StageClock, TimedDrafter, TimedTarget
 from deltatree.bench.verdict import PlainText, first_divergence, judge, measure_noise, noise_ceiling
 from deltatree.decode.calibration import capture_choices
+from deltatree.decode.methods import plan as plan_method
 from deltatree.decode.options import AUTO
+from deltatree.decode.sampling import sampler_for
 from deltatree.errors import OptionError, PromptError
 from deltatree.text import detokenize
 
@@ -214,14 +216,21 @@ class _Bench:
     def _warm_up(self) -> None:
         """Every arm at full length, so that compilers, caches and allocators are done before anything counts.
 
-        Budget `auto` measures what rounds cost, and learns its first figures here; all that it may choose is captured.
+        Budget `auto` measures what rounds cost, and learns its first figures here; all that it may choose is captured, and
+        so are commits of paths of any length.
         """
-        prompt_ids = self.encode(self.samples[0], [])
-        if any(arm.budget == AUTO for arm in self.arms):
-            capture_choices(self.pair.target, self.pair.drafter, self.pair.experience().costs)
+        prompt_ids, pair = self.encode(self.samples[0], []), self.pair
         for arm in self.arms:
-            for _ in self.pair.rounds(prompt_ids, self.plan.options(arm)):
+            if arm.budget == AUTO:
+                options, experience = self.plan.options(arm), pair.experience()
+                _, auto, _ = plan_method(
+                    options, pair.drafter, pair.target.vocab_size, experience, pair.transitions(options)
+                )
+                capture_choices(pair.target, pair.drafter, experience.costs, auto.policy, sampler_for(options))
+            for _ in pair.rounds(prompt_ids, self.plan.options(arm)):
                 pass
+        if pair.drafter is not None and hasattr(pair.target, "capture_commits"):
+            pair.target.capture_commits(pair.drafter.depth + 1)
 
     def _turn(
         self, number: int, sample: Sample, turn: int, answers: list[str], held: dict[Key, Record]

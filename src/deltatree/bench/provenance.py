@@ -83,6 +83,13 @@ def _backend(target) -> str:
     return "fast" if target.device_rounds else "fast-host"
 
 
+def _prefill(target) -> str:
+    """As `deltatree.load` names it."""
+    from deltatree.verify.chain import fla_chain
+
+    return "fla" if getattr(getattr(target, "reference", target), "chain_rule", None) is fla_chain else "own"
+
+
 def describe_run(pair, samples: list[Sample], plan: BenchPlan, *, command: str, num_processes: int) -> dict:
     """Everything of run.json that is known before decoding."""
     import torch
@@ -96,6 +103,7 @@ def describe_run(pair, samples: list[Sample], plan: BenchPlan, *, command: str, 
         "device": describe_machine(pair.target.device),
         "dtype": str(pair.target.embed(torch.zeros(1, dtype=torch.int64)).dtype).removeprefix("torch."),
         "backend": _backend(pair.target),
+        "prefill": _prefill(pair.target),
         "versions": describe_versions(),
         "num_processes": num_processes,
         "num_cores": os.cpu_count(),

@@ -228,11 +228,11 @@ def refuse_other_run(out: Path, run: dict) -> bool:
         if any(out.glob("records*.jsonl")):
             raise RecordError(f"{out} holds records without their run.json; choose an empty folder")
         return False
-    held = read_run(out)
+    held = _flat(ONCE_ALONE | read_run(out))
     differing = [
-        f"{name} ({_short(_flat(held).get(name))} there, {_short(value)} now)"
+        f"{name} ({_short(held.get(name))} there, {_short(value)} now)"
         for name, value in _flat({part: run[part] for part in IDENTITY if part in run}).items()
-        if _flat({"backend": "reference"} | held).get(name) != value  # the only one, before there were others
+        if held.get(name) != value
     ]
     if differing:
         raise RecordError(
@@ -242,8 +242,10 @@ def refuse_other_run(out: Path, run: dict) -> bool:
     return True
 
 
-IDENTITY = ("plan", "samples", "target", "drafter", "device", "dtype", "backend", "versions")
+IDENTITY = ("plan", "samples", "target", "drafter", "device", "dtype", "backend", "prefill", "versions")
 """The parts of run.json that must agree for records to stand in one folder."""
+ONCE_ALONE = {"backend": "reference", "prefill": "own"}
+"""What runs had that do not say it: the only one, before there were others."""
 
 
 def _flat(value: dict, prefix: str = "") -> dict:

@@ -18,6 +18,7 @@ from deltatree.cli.common import (
     DeviceOption,
     DrafterOption,
     DtypeOption,
+    PrefillOption,
     TargetOption,
     followed,
     load_pair,
@@ -60,6 +61,7 @@ def bench(
     dtype: DtypeOption = None,
     backend: BackendOption = None,
     context_length: ContextOption = None,
+    prefill: PrefillOption = "own",
 ) -> None:
     """Compare plain decoding, DFlash and DDTree: speed, acceptance length, losslessness. Exit code 1 if a text diverged.
 
@@ -91,7 +93,7 @@ def bench(
     chosen = load_samples(dataset, samples)
     refuse_other_run(out, {"plan": plan.as_dict(), "samples": describe_samples(chosen)})
     make_folder(out)
-    pair = load_pair(target, drafter, _own_device(device, ranks), dtype, backend, context_length)
+    pair = load_pair(target, drafter, _own_device(device, ranks), dtype, backend, context_length, prefill)
 
     from deltatree.bench.harness import run_bench
 

@@ -39,6 +39,10 @@ BackendOption = Annotated[
 ContextOption = Annotated[
     int | None, typer.Option("--context-length", help="Tokens the fast backend keeps room for. [default: 32768]")
 ]
+PrefillOption = Annotated[
+    str,
+    typer.Option(help="What takes recurrent layers through a prompt: own, or fla (flash-linear-attention, on a GPU)."),
+]
 
 
 def load_pair(
@@ -48,6 +52,7 @@ def load_pair(
     dtype: str | None,
     backend: str | None = None,
     context_length: int | None = None,
+    prefill: str = "own",
 ) -> Pair:
     """Load with progress on stderr; the libraries' own chatter is silenced, because the command line owns the screen."""
     with progress(f"loading {target if target != SHIPPED else 'the shipped pair'}"):
@@ -61,7 +66,15 @@ def load_pair(
             torch.set_num_threads(1)  # its operations are too small to share; two threads mostly wait for each other
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
-        return load(target, drafter, device=device, dtype=dtype, backend=backend, context_length=context_length)
+        return load(
+            target,
+            drafter,
+            device=device,
+            dtype=dtype,
+            backend=backend,
+            context_length=context_length,
+            prefill=prefill,
+        )
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from deltatree.cli.common import (
     DrafterOption,
     DtypeOption,
     LateSpinner,
+    PrefillOption,
     TargetOption,
     followed,
     load_pair,
@@ -59,6 +60,7 @@ def generate(
     dtype: DtypeOption = None,
     backend: BackendOption = None,
     context_length: ContextOption = None,
+    prefill: PrefillOption = "own",
     trace: Annotated[
         Path | None, typer.Option(help="Write every round's tree, accepted path and times there, as JSON lines.")
     ] = None,
@@ -80,7 +82,7 @@ def generate(
     )
     text = read_prompt(prompt, prompt_file)
     with _writing(trace) as write:
-        pair = load_pair(target, drafter, device, dtype, backend, context_length)
+        pair = load_pair(target, drafter, device, dtype, backend, context_length, prefill)
         prompt_ids = pair.encode(text, raw=raw)
         notes = trace_of(pair, prompt_ids, options, write) if write is not None else None
         printer = None if json else Printer()

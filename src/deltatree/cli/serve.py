@@ -15,6 +15,7 @@ from deltatree.cli.common import (
     DeviceOption,
     DrafterOption,
     DtypeOption,
+    PrefillOption,
     TargetOption,
     load_pair,
     parse_budget,
@@ -48,6 +49,7 @@ def serve(
     dtype: DtypeOption = None,
     backend: BackendOption = None,
     context_length: ContextOption = None,
+    prefill: PrefillOption = "own",
 ) -> None:
     """Serve /v1/chat/completions, /v1/completions and /v1/models, with /health and /metrics beside them."""
     from deltatree.serve.options import ServeOptions
@@ -77,7 +79,7 @@ def serve(
     if host not in ("127.0.0.1", "::1", "localhost") and api_key is None:
         print(f"warning: {host} may be open to others, and no --api-key is set", file=sys.stderr)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(message)s")
-    pair = load_pair(target, drafter, device, dtype, backend, context_length)
+    pair = load_pair(target, drafter, device, dtype, backend, context_length, prefill)
     app = create_app(pair, config)
     if config.defaults.method == "ddtree" and config.defaults.budget == AUTO:
         with progress("measuring what rounds cost here"):

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from deltatree.decode.acceptance import Drafts
-from deltatree.decode.auto import Choice, without_look
+from deltatree.decode.auto import AutoBudget, Choice, Experience, without_look
 from deltatree.decode.costs import NODE_COUNTS, RoundCosts
 from deltatree.decode.sampling import Sampler
-from deltatree.decode.stream import Ending, decode
+from deltatree.decode.stream import Ending, covers_device, decode
 from deltatree.drafter.protocol import Drafter
 from deltatree.models.protocol import Target
 from deltatree.tree import DraftTree, best_first
@@ -67,22 +67,39 @@ def measure(
     return schedule.result()
 
 
-def capture_choices(target: Target, drafter: Drafter, costs: RoundCosts) -> None:
+def capture_choices(
+    target: Target,
+    drafter: Drafter,
+    costs: RoundCosts,
+    policy: Callable[..., DraftTree] = best_first,
+    sampler: Sampler | None = None,
+) -> None:
     """Capture all that `auto` may choose, where rounds are captured, so that none of them takes a capture's time later.
 
     For comparisons of speed: a single text would seldom need them all.
+    policy: whose trees are chosen from    sampler: of the texts to come, greedy if not given
     """
-    if costs.captured:
-        visits = _Visits(costs.node_counts.tolist(), drafter.depth, getattr(target, "device_rounds", False))
-        _run(target, drafter, visits, int(costs.node_counts[-1]) - 1, math.inf)
+    if not costs.captured:
+        return
+    sampler = sampler or Sampler()
+    on_device = covers_device(target, drafter, AutoBudget(policy, Experience(costs)), sampler)
+    visits = _Visits(costs.node_counts.tolist(), drafter.depth, on_device, policy)
+    _run(target, drafter, visits, int(costs.node_counts[-1]) - 1, math.inf, sampler)
 
 
-def _run(target: Target, drafter: Drafter, schedule: _Schedule, budget: int, limit_seconds: float) -> None:
+def _run(
+    target: Target,
+    drafter: Drafter,
+    schedule: _Schedule,
+    budget: int,
+    limit_seconds: float,
+    sampler: Sampler | None = None,
+) -> None:
     """Decode a prompt that means nothing until the schedule is done or its time is up."""
     prompt = [(i * 97) % target.vocab_size for i in range(1, _PROMPT + 1)][: max(target.context_length // 4, 1)]
     with closing(
         decode(
-            target, drafter, prompt, build_tree=schedule, budget=budget, ending=Ending(1 << 30), sampler=Sampler()
+            target, drafter, prompt, build_tree=schedule, budget=budget, ending=Ending(1 << 30), sampler=sampler or Sampler()
         )
     ) as rounds:  # fmt: skip
         for _ in rounds:
@@ -91,12 +108,12 @@ def _run(target: Target, drafter: Drafter, schedule: _Schedule, budget: int, lim
 
 
 class _Schedule:
-    """A policy that goes through sizes, and notes what their rounds take."""
+    """A policy that goes through sizes of another one's trees, and notes what their rounds take."""
 
-    is_schedule = True  # its trees are best-first ones, which may be built on the device
-
-    def __init__(self, node_counts: list[int], clock: Callable[[], float]) -> None:
-        self.clock = clock
+    def __init__(
+        self, node_counts: list[int], clock: Callable[[], float], policy: Callable[..., DraftTree] = best_first
+    ) -> None:
+        self.clock, self.policy = clock, policy
         self.sizes = [0, *node_counts] * _PASSES  # 0: plain
         self.num_sizes = 1 + len(node_counts)
         self.seconds: list[tuple[int, float]] = []
@@ -114,12 +131,16 @@ class _Schedule:
     def longest(self) -> float:
         return max((seconds for _, seconds in self.seconds[-self.num_sizes :]), default=0.0)
 
+    def begin(self, prompt_ids: list[int]) -> None:
+        if hasattr(self.policy, "begin"):
+            self.policy.begin(prompt_ids)
+
     def wants_draft(self, context: int, num_features: int) -> bool:
         self._started, self._looks = self.clock(), False
         return self.sizes[len(self.seconds)] > 0
 
     def __call__(self, log_probs: Tensor, *, root: int, budget: int) -> DraftTree:
-        return best_first(log_probs, root=root, budget=max(self.sizes[len(self.seconds)] - 1, 0))
+        return self.policy(log_probs, root=root, budget=max(self.sizes[len(self.seconds)] - 1, 0))
 
     @property
     def widest(self) -> int:
@@ -160,8 +181,8 @@ class _Schedule:
 class _Visits(_Schedule):
     """Every choice once: trees of all sizes; where rounds stay on the device chains, too, and both as a habit."""
 
-    def __init__(self, node_counts: list[int], depth: int, on_device: bool) -> None:
-        super().__init__([], time.perf_counter)
+    def __init__(self, node_counts: list[int], depth: int, on_device: bool, policy: Callable[..., DraftTree]) -> None:
+        super().__init__([], time.perf_counter, policy)
         chains = [(count, True) for count in node_counts if 1 < count <= depth + 1]
         trees = [(count, False) for count in node_counts]
         kinds = [(trees + chains, False), (trees[1:] + chains, True)] if on_device else [(trees, False)]

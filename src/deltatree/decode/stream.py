@@ -155,62 +155,106 @@ def decode(
     ending.max_new_tokens = min(ending.max_new_tokens, room)
 
     held = conversation._take(target, drafter, prompt_ids) if conversation is not None else None
-    state = held.state if held else target.new_state()
-    session = held.session if held else GuardedSession(drafter.start(), target.vocab_size)
-    verified = target.prefill(prompt_ids[state.length :], state)
-    features = torch.cat([held.features, verified.features]) if held else verified.features
-    first = sampler.bind(chain_tree(prompt_ids[-1:]), verified.logits, prompt_ids)(0, [0])
-    _, ended = ending.cut([first])
-    last = Round([first], 0, features, 0, ended=ended)
-    del held, verified, features
-    if hasattr(build_tree, "begin"):
-        build_tree.begin(prompt_ids)
-    device, keeps_device = None, covers_device(target, drafter, build_tree, sampler)
-
-    def num_captured() -> int:
-        return getattr(target, "num_captured", 0) + getattr(drafter, "num_captured", 0)
-
-    def finish(before: int) -> None:
-        if hasattr(build_tree, "finish") and num_captured() == before:  # else its time was that of a capture
-            build_tree.finish()
-
+    rounds = _Rounds(
+        target, drafter, prompt_ids, held, build_tree=build_tree, budget=budget, ending=ending, sampler=sampler
+    )
+    last = rounds.prefill(held)
+    del held
     while True:
         if conversation is not None:
-            conversation._held = _Held(target, drafter, state, session, last.features, prompt_ids, ending.new_ids)
+            conversation._held = rounds.held(last)
         yield last
         if last.ended is not None:
             return
         if conversation is not None:
             conversation._held = None  # while a round runs the state is in motion
-        captured = num_captured()
-        length = state.length if device is None else device.length
-        may_draft = length + drafter.depth < drafter.context_length  # else its block has no place left
-        if keeps_device and device is None:
-            device = device_loop(target, state, session.inner, last, build_tree=build_tree, budget=budget)
-        if device is not None:
-            last = device.round(ending.cut, may_draft=may_draft)
-            session.watch(last.acceptance_length, last.num_nodes)
-            finish(captured)
-            continue
+        last = rounds.run(last)
+
+
+class _Rounds:
+    """The rounds of one generation: all that they share. Each is `decode_round`, or the same on the device.
+
+    held: an earlier generation that the prompt extends, or None
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter,
+        prompt_ids: list[int],
+        held: _Held | None,
+        *,
+        build_tree: Callable[..., DraftTree],
+        budget: int,
+        ending: Ending,
+        sampler: Sampler,
+    ) -> None:
+        self.target, self.drafter, self.prompt_ids = target, drafter, prompt_ids
+        self.build_tree, self.budget, self.ending, self.sampler = build_tree, budget, ending, sampler
+        self.state = held.state if held else target.new_state()
+        self.session = held.session if held else GuardedSession(drafter.start(), target.vocab_size)
+        self.keeps_device = covers_device(target, drafter, build_tree, sampler)
+        self.device = None  # the loop there, from the first round on
+
+    def prefill(self, held: _Held | None) -> Round:
+        """Take in the prompt, or what an earlier generation lacks of it, and choose the first token."""
+        verified = self.target.prefill(self.prompt_ids[self.state.length :], self.state)
+        features = torch.cat([held.features, verified.features]) if held else verified.features
+        first = self.sampler.bind(chain_tree(self.prompt_ids[-1:]), verified.logits, self.prompt_ids)(0, [0])
+        _, ended = self.ending.cut([first])
+        if hasattr(self.build_tree, "begin"):
+            self.build_tree.begin(self.prompt_ids)
+        return Round([first], 0, features, 0, ended=ended)
+
+    def held(self, last: Round) -> _Held:
+        """The generation as it is after this round."""
+        return _Held(
+            self.target, self.drafter, self.state, self.session, last.features, self.prompt_ids, self.ending.new_ids
+        )
+
+    def run(self, last: Round) -> Round:
+        """The round after `last`. A policy that goes by time is told when it is over."""
+        captured = self._num_captured()
+        length = self.state.length if self.device is None else self.device.length
+        may_draft = length + self.drafter.depth < self.drafter.context_length  # else its block has no place left
+        done = (self._on_device if self.keeps_device else self._on_host)(last, may_draft)
+        is_typical = self._num_captured() == captured  # else its time was that of a capture
+        if is_typical and hasattr(self.build_tree, "finish"):
+            self.build_tree.finish()
+        return done
+
+    def _on_device(self, last: Round, may_draft: bool) -> Round:
+        if self.device is None:
+            self.device = device_loop(
+                self.target, self.state, self.session.inner, last, build_tree=self.build_tree, budget=self.budget
+            )
+        done = self.device.round(self.ending.cut, may_draft=may_draft)
+        self.session.watch(done.acceptance_length, done.num_nodes)
+        return done
+
+    def _on_host(self, last: Round, may_draft: bool) -> Round:
+        target, state, policy = self.target, self.state, self.build_tree
         if not may_draft:
-            session.rest()
-        history = prompt_ids + ending.new_ids
-        before = last.features
-        rests = hasattr(build_tree, "wants_draft") and not build_tree.wants_draft(state.length, len(before))
-        last = decode_round(
+            self.session.rest()
+        history = self.prompt_ids + self.ending.new_ids
+        rests = hasattr(policy, "wants_draft") and not policy.wants_draft(state.length, len(last.features))
+        done = decode_round(
             target,
             state,
-            NoDrafter(target.vocab_size).start() if rests else session,
+            NoDrafter(target.vocab_size).start() if rests else self.session,
             last,
-            build_tree=partial(sampler.draft, build_tree, history=history),
-            budget=budget,
+            build_tree=partial(self.sampler.draft, policy, history=history),
+            budget=self.budget,
             max_depth=target.context_length - 1 - state.length,
-            sampler=sampler,
+            sampler=self.sampler,
             history=history,
-            cut=ending.cut,
-            observe=getattr(build_tree, "observe", None),
+            cut=self.ending.cut,
+            observe=getattr(policy, "observe", None),
         )
-        session.watch(last.acceptance_length, last.num_nodes)
+        self.session.watch(done.acceptance_length, done.num_nodes)
         if rests:  # the drafter has not seen these yet: it gets them when it drafts again
-            last = replace(last, features=torch.cat([before, last.features]))
-        finish(captured)
+            done = replace(done, features=torch.cat([last.features, done.features]))
+        return done
+
+    def _num_captured(self) -> int:
+        return getattr(self.target, "num_captured", 0) + getattr(self.drafter, "num_captured", 0)

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from deltatree.capture import Captured
 from deltatree.decode.acceptance import LOGIT_LIMIT, LOGIT_SCALE, Drafts
-from deltatree.decode.auto import AutoBudget
 from deltatree.decode.round import Round
 from deltatree.decode.sampling import Sampler
 from deltatree.device.trees import MarginalTrees, TransitionTrees
@@ -396,9 +395,7 @@ class DeviceLoop:
             size, is_chain = habit
             done = rounds.run(self._filled(size, is_chain) - 1, chain=is_chain, meanwhile=self._take_in)
         else:
-            wanted = min(policy.widest, self.budget)
-            widest = min(next(size for size in (*WIDEST, wanted) if size >= wanted), self.budget)
-            drafted = rounds.draft(widest, meanwhile=self._take_in_and_prepare)
+            drafted = rounds.draft(budget_to_build(policy.widest, self.budget), meanwhile=self._take_in_and_prepare)
             size = len(policy.choose(drafted))
             is_chain = policy.choice.is_chain
             done = rounds.verify(self._filled(size, is_chain) - 1, chain=is_chain, meanwhile=policy.settle)
@@ -424,17 +421,27 @@ class DeviceLoop:
 
 def transition_policy(build_tree: Callable[..., DraftTree]) -> TransitionTree | None:
     """The policy, or the one inside that chooses its budget, if it reads transitions."""
-    policy = build_tree.policy if isinstance(build_tree, AutoBudget) else build_tree
+    policy = _chosen_from(build_tree)
     return policy if isinstance(policy, TransitionTree) else None
 
 
 def has_device_tree(build_tree: Callable[..., DraftTree]) -> bool:
     """Whether a policy's tree is built on the device. A budget is chosen over trees, not over transitions' chain."""
-    policy = build_tree.policy if isinstance(build_tree, AutoBudget) else build_tree
+    policy = _chosen_from(build_tree)
     if isinstance(policy, TransitionTree):
         return not (policy.is_chain and policy is not build_tree)
-    return policy in (no_draft, chain, best_first) or hasattr(policy, "is_schedule")
+    return policy in (no_draft, chain, best_first)
+
+
+def _chosen_from(build_tree: Callable[..., DraftTree]) -> Callable[..., DraftTree]:
+    """The policy whose trees a policy chooses from (see `DeviceLoop`), or the policy itself."""
+    return build_tree.policy if hasattr(build_tree, "choose") else build_tree
 
 
 WIDEST = (15, 31, 63, 127)
 """Budgets of the trees to choose from, so that few are captured; the largest budget is the last."""
+
+
+def budget_to_build(wanted: int, largest: int) -> int:
+    """Of the tree to choose from, where one of `wanted` drafted nodes would do."""
+    return min(next((budget for budget in WIDEST if budget >= wanted), largest), largest)

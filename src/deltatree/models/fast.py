@@ -165,6 +165,13 @@ class FastTarget:
             buffers.steps.copy_(steps)
         return buffers.graphs["commit", size]
 
+    @torch.inference_mode()
+    def capture_commits(self, path_length: int) -> None:
+        """Capture the commits of paths of all lengths up to `path_length` nodes: how long one is, nobody knows before."""
+        state = self.new_state()
+        for length in range(1, path_length + 1):
+            self.captured_commit(state.buffers, length)
+
     def step(self, buffers: StaticBuffers, nodes: Nodes, depth: int) -> None:
         """One forward over the nodes: reads the state, writes scratch, logits and features. depth: no node is deeper."""
         count = len(nodes.token_ids)

@@ -31,20 +31,20 @@ ChainRule = Callable[..., tuple[Tensor, Tensor]]
 def chain_rule(name: str, device: torch.device) -> ChainRule:
     """The rule that prefill goes by. It may differ from another in the last digits, so one target keeps one rule.
 
-    name: "own", or "fla" for flash-linear-attention's chunk kernels, where tensors are on a GPU. These have to be asked for:
+    name: "own", or "fla" for flash-linear-attention's chunk kernels, which die on a CPU's tensors. They have to be asked for:
         they are tuned anew in every process, for minutes on an H200, and their products of float32 numbers are TF32
-    Raises OptionError for another name, and for "fla" where it cannot be imported.
+    Raises OptionError for another name, and for "fla" on a CPU or where it cannot be imported.
     """
     if name not in PREFILL_RULES:
         raise OptionError(f"prefill={name!r} is not known; possible are {', '.join(PREFILL_RULES)}")
     if name == "own":
         return own_chain
+    if device.type != "cuda":
+        raise OptionError(f"prefill='fla' needs a GPU, and the device is {device}; leave it out, or name a GPU")
     if importlib.util.find_spec("fla") is None:
         raise OptionError(
             "prefill='fla' needs flash-linear-attention; pip install flash-linear-attention, or leave it out"
         )
-    if device.type != "cuda":  # its kernels die on a CPU's tensors
-        return own_chain
     try:
         import fla.ops.gated_delta_rule  # noqa: F401
     except Exception as error:

@@ -1,6 +1,6 @@
 """Tree kernels on one GPU, as JSON lines: time in a CUDA graph, bytes moved, baselines in the same run.
 
-    python benchmarks/kernels.py --out results.jsonl
+    python benchmarks/kernel_times.py --out results.jsonl
 
 Every time is the median over replays of one graph that holds the calls of `LAYERS` layers, each on tensors of its own
 (together larger than the L2 cache), divided by the number of calls.
@@ -431,7 +431,7 @@ def main() -> None:
     where = {
         "device": torch.cuda.get_device_name(),
         "versions": {"torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version()},
-        "command": "python benchmarks/kernels.py"
+        "command": "python benchmarks/kernel_times.py"
         + (f" --only {' '.join(options.only)}" if len(options.only) < 5 else ""),
     }
     with open(options.out, "w") if options.out else open("/dev/null", "w") as file:
