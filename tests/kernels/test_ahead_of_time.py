@@ -298,7 +298,7 @@ def transition_launches(budget: int, chain: bool, monkeypatch) -> list:
             drafted=(values, ids),
         ),
     ]  # fmt: skip
-    names = [f"_{name}_kernel" for name in ("pairs", "grow", "fit", "grams", "plan", "insert")]
+    names = [f"_{name}_kernel" for name in ("lists", "grow", "fit", "grams", "plan", "insert")]
     kernels = {name: getattr(transition_tree, name) for name in names}
     with monkeypatch.context() as patch:
         for name in names:

@@ -22,6 +22,8 @@ class (7) | number of its list under a parent of rank 0 (9) | rank (6).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -52,8 +54,21 @@ _UNUSED = tl.constexpr(-64)
 _SIZES = ["budget", "D", "C", "nodes", "num_grams", "vocab", "bits", "num_buckets", "svd", "sid"]
 """Arguments that a kernel is not compiled anew for."""
 
-GROUP, LIST_WARPS = 4, 8
-"""Lists a program of the first launch, and its warps."""
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How a tree is built, no matter which: what is looked up beforehand, and how."""
+
+    reach: int  # a power of two, 1 to 64: lists are made of best candidates under parents of ranks below it
+    group: int = 4  # lists a program
+    warps: int = 8  # of such a program
+    warm: bool = True  # fetch the lists of offers that may come next
+
+
+def launch_of(budget: int) -> Launch:
+    """A fixed table: larger trees have poorer candidates in them."""
+    return Launch(reach=8 if budget <= 32 else 16 if budget <= 128 else 32)
+
 
 CHUNK = 32
 """Entries that are compared with as many others at once."""
@@ -114,7 +129,6 @@ def _write_lists(
     place = tl.sum((order[:, :, None] > order[:, None, :]).to(tl.int32), 1)  # the number of better ones
     kind = ((c + 1).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127  # floor(log2(c + 1))
     start = 1 + kind * REACH + (c + 1 - (1 << kind)) * (REACH >> kind)
-    start = tl.where(REACH >> kind > 0, start, 0)
     entry = step.to(tl.int32, bitcast=True).to(tl.int64) << 32
     entry = entry | (((REACH >> kind) << 15) | (start << 6) | c).to(tl.int64)[None, :]
     tl.store(lists + number[:, None] * _C + place, entry, mask=here[:, None])
@@ -130,9 +144,9 @@ def _lists_kernel(
     if (depth > 0) | (first == 0):  # the root is on the spine
         number = first + tl.arange(0, GROUP)
         on_spine = number == 0
-        kind, within = tl.maximum(number - 1, 0) // REACH, (number - 1) % REACH
-        rank = tl.where(on_spine, 0, (1 << kind) - 1 + (within // (REACH >> kind)))
-        above = tl.where(on_spine, 0, within % (REACH >> kind))
+        kind, within = tl.maximum(number - 1, 0) // REACH, tl.maximum(number - 1, 0) % REACH
+        shift = tl.maximum(CLASSES - 1 - kind, 0)  # the class has 2^shift parents
+        rank, above = (1 << kind) - 1 + (within >> shift), within & ((1 << shift) - 1)
         here = (number <= CLASSES * REACH) & (rank < C) & (above < C) & ((depth > 1) | (above == 0))
         _write_lists(
             lists, depth * (CLASSES * REACH + 1) + number, here & ((depth > 0) | on_spine), depth, above, rank, on_spine,
@@ -167,8 +181,10 @@ def _grow_kernel(
     orders, lows = tl.where(slot == 0, order, _NO_ORDER), tl.where(slot == 0, low, 0)
     # Of the nodes, as integers, for those are summed over a warp in one instruction: scores, and for the next sibling:
     owns = tl.zeros([SLOTS], tl.int32)
-    nexts = tl.where(slot == 0, (1 << 7) | 64, 0)  # where it stands in the lists (24 bits) | on the spine (1) | rank (6)
-    ahead_first, ahead_second, warm = tl.load(root).to(tl.int64), tl.load(root).to(tl.int64), tl.load(root).to(tl.int64)
+    nexts = tl.where(
+        slot == 0, (1 << 7) | 64, 0
+    )  # where it stands in the lists (24 bits) | on the spine (1) | rank (6)
+    ahead_first, ahead_second, warm = root_token, root_token, tl.cast(D, tl.int32)
     for node in range(1, budget + 1):
         best = tl.max(orders, 0)
         low = tl.max(tl.where(orders == best, lows, -1), 0)
@@ -201,7 +217,7 @@ def _grow_kernel(
             has_sibling = has_sibling & False
         second = tl.load(lists + (behind >> 7), mask=has_sibling, other=_NOTHING)
         if WARM:  # the loads of the last turn, which are used for nothing else, and not to be waited for before these
-            warm = warm ^ (ahead_first + first) ^ (ahead_second + first)
+            warm = warm ^ (ahead_first + first).to(tl.int32) ^ (ahead_second + first).to(tl.int32)
 
         order, low, known = _offer(has_child, first, score, depth + 1, node, rank, on_spine)
         if WARM:
@@ -233,23 +249,22 @@ def _grow_kernel(
     tl.store(scores, 0.0)
     tl.store(num_nodes, 1 + tl.sum((depth > 0).to(tl.int32), 0))
     if WARM:
-        tl.store(taken + budget, warm.to(tl.int32))
+        tl.store(taken + budget, warm)
 
 
-def reach_of(budget: int) -> int:
-    """Below which rank a best candidate's parent must be for its list to be made beforehand."""
-    return 8 if budget <= 32 else 16 if budget <= 128 else 32
+def _counts(depths: int, budget: int, reach: int) -> tuple[int, int]:
+    """Integers of 64 bits, of all lists, and of 32, of the nodes taken out."""
+    return (depths * _num_lists(reach) + budget + 1) * CANDIDATES, budget + 1
 
 
-def _counts(depths: int, budget: int, reach: int) -> tuple[int, int, int]:
-    """Lists a depth, integers of 64 bits of all lists, and of 32 of the nodes taken out."""
-    a_depth = reach * reach.bit_length() + 1
-    return a_depth, (depths * a_depth + budget + 1) * CANDIDATES, budget + 1
+def _num_lists(reach: int) -> int:
+    """Of one depth that are made beforehand."""
+    return reach * reach.bit_length() + 1
 
 
-def scratch_for(values: Tensor, budget: int, reach: int | None = None) -> Tensor:
+def scratch_for(values: Tensor, budget: int, launch: Launch | None = None) -> Tensor:
     """The scratch that a tree needs, for callers that capture it: 17 KB a depth at 16 nodes, 99 KB at 256."""
-    _, whole, halves = _counts(min(len(values), budget), budget, reach or reach_of(budget))
+    whole, halves = _counts(min(len(values), budget), budget, (launch or launch_of(budget)).reach)
     return torch.empty(2 * whole + halves, dtype=torch.float32, device=values.device)
 
 
@@ -264,22 +279,17 @@ def build_transition_tree(
     kernel: int = 4,
     out: TreeBuffers | None = None,
     scratch: Tensor | None = None,
-    reach: int | None = None,
-    warm: bool = True,
+    launch: Launch | None = None,
 ) -> TreeBuffers:
-    """As the reference, in three launches.
-
-    scratch: from `scratch_for`, of the same reach
-    reach: a power of two up to 32, instead of `reach_of`; how many lists are made beforehand, no matter for the tree
-    """
+    """As the reference, in three launches. scratch: from `scratch_for`    launch: instead of `launch_of`"""
     check_sizes(values, budget, out)
     check_candidates(values)
-    reach = reach or reach_of(budget)
+    launch = launch or launch_of(budget)
     out = TreeBuffers.empty(budget + 1, kernel, values.device) if out is None else out
-    scratch = scratch_for(values, budget, reach) if scratch is None else scratch
+    scratch = scratch_for(values, budget, launch) if scratch is None else scratch
     root = torch.as_tensor(root, device=values.device)
     depths, nodes, table = min(len(values), budget), budget + 1, known.table
-    a_depth, whole, halves = _counts(depths, budget, reach)
+    whole, halves = _counts(depths, budget, launch.reach)
     lists, taken = scratch[: 2 * whole].view(torch.int64), scratch[2 * whole :][:halves].view(torch.int32)
     inputs = (
         lists, values, ids, root, known.before, known.strengths, table.keys, table.counts, table.single, table.followed
@@ -288,14 +298,14 @@ def build_transition_tree(
         values.shape[1], table.vocab_size, len(table.keys).bit_length() - 1, len(table.keys), *values.stride(),
         *ids.stride(),
     )  # fmt: skip
-    shape = {"REACH": reach, "CLASSES": reach.bit_length()}
+    shape = {"REACH": launch.reach, "CLASSES": launch.reach.bit_length()}
     if depths:
-        _lists_kernel[(depths, triton.cdiv(a_depth, GROUP))](
-            *inputs, *sizes, **shape, GROUP=GROUP, num_warps=LIST_WARPS
+        _lists_kernel[(depths, triton.cdiv(_num_lists(launch.reach), launch.group))](
+            *inputs, *sizes, **shape, GROUP=launch.group, num_warps=launch.warps
         )
     _grow_kernel[(1,)](
         *inputs, taken, out.token_ids, out.parents, out.depths, out.scores, out.num_nodes, budget, depths, *sizes,
-        **shape, CHAIN=chain, WARM=warm, SLOTS=max(32, triton.next_power_of_2(budget)), num_warps=1,
+        **shape, CHAIN=chain, WARM=launch.warm, SLOTS=max(32, triton.next_power_of_2(budget)), num_warps=1,
     )  # fmt: skip
     block_i = 4
     _relate_kernel[(triton.cdiv(nodes, block_i),)](
