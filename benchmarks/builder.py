@@ -287,7 +287,7 @@ def launches() -> Iterator[dict]:
         yield {**shared, "tree": "best-first", "us_tree": us_of_drafts(Round(budget))}
         usual = transition_tree.launch_of(budget)
         others = [replace(usual, reach=reach) for reach in reaches]
-        others.append(replace(usual, warm=not usual.warm))
+        others += [replace(usual, warm=not usual.warm), replace(usual, chained=not usual.chained)]
         others += [replace(usual, group=group, warps=warps) for group, warps in ((4, 4), (8, 8)) if not chain]
         for launch in (usual, *(other for other in others if other != usual)):
             work = TransitionRound(budget, table, chain=chain, launch=launch)

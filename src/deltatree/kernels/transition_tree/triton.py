@@ -28,7 +28,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from deltatree.kernels.chaining import chaining
 from deltatree.kernels.transition_tree.reference import CANDIDATES, Transitions, check_candidates
 from deltatree.kernels.tree_build.reference import TreeBuffers, check_sizes
 from deltatree.kernels.tree_build.triton import _order_of, _relate_kernel, _score_of
@@ -63,6 +65,7 @@ class Launch:
     group: int = 4  # lists a program
     warps: int = 8  # of such a program
     warm: bool = True  # fetch the lists of offers that may come next
+    chained: bool = True  # set a kernel up while the one before it ends, where the device can
 
 
 def launch_of(budget: int) -> Launch:
@@ -138,8 +141,11 @@ def _write_lists(
 def _lists_kernel(
     lists, values, ids, root, before_root, strengths, keys, counts, single, followed,
     C, vocab, bits, num_buckets, svd, svc, sid, sic,
-    REACH: tl.constexpr, CLASSES: tl.constexpr, GROUP: tl.constexpr,
+    REACH: tl.constexpr, CLASSES: tl.constexpr, GROUP: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
     depth, first = tl.program_id(0), tl.program_id(1) * GROUP
     if (depth > 0) | (first == 0):  # the root is on the spine
         number = first + tl.arange(0, GROUP)
@@ -172,7 +178,11 @@ def _grow_kernel(
     token_ids, parents, depths, scores, num_nodes,
     budget, D, C, vocab, bits, num_buckets, svd, svc, sid, sic,
     CHAIN: tl.constexpr, SLOTS: tl.constexpr, REACH: tl.constexpr, CLASSES: tl.constexpr, WARM: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
     A_DEPTH: tl.constexpr = CLASSES * REACH + 1
     root_token, before_token = tl.load(root).to(tl.int64), tl.load(before_root)
     slot = tl.arange(0, SLOTS)  # the offer of node i stands in slot i
@@ -298,7 +308,8 @@ def build_transition_tree(
         values.shape[1], table.vocab_size, len(table.keys).bit_length() - 1, len(table.keys), *values.stride(),
         *ids.stride(),
     )  # fmt: skip
-    shape = {"REACH": launch.reach, "CLASSES": launch.reach.bit_length()}
+    chained = chaining(values.device) if launch.chained else {"CHAINED": False}
+    shape = {"REACH": launch.reach, "CLASSES": launch.reach.bit_length(), **chained}
     if depths:
         _lists_kernel[(depths, triton.cdiv(_num_lists(launch.reach), launch.group))](
             *inputs, *sizes, **shape, GROUP=launch.group, num_warps=launch.warps
@@ -311,6 +322,7 @@ def build_transition_tree(
     _relate_kernel[(triton.cdiv(nodes, block_i),)](
         out.parents, out.num_nodes, out.ancestors, out.rows, nodes, *out.ancestors.stride(), *out.rows.stride(),
         depths, KERNEL=out.rows.shape[1], BLOCK_I=block_i, BLOCK_J=triton.next_power_of_2(nodes), num_warps=2,
+        **chained,
     )  # fmt: skip
     return out
 
