@@ -104,8 +104,8 @@ def _write_lists(
 
     number: [G], of the lists, all depths counted; here: [G], which to write    above, rank: [G], of parent and node
     """
-    size, real = tl.cast(vocab, tl.int64) + 1, tl.arange(0, _C) < C
-    c = tl.arange(0, _C)
+    size, c = tl.cast(vocab, tl.int64) + 1, tl.arange(0, _C)
+    real = c < C
     token = tl.load(ids + depth * sid + c * sic, mask=real, other=0).to(tl.int64)
     value = tl.load(values + depth * svd + c * svc, mask=real, other=float("-inf"))
     last = tl.load(ids + (depth - 1) * sid + rank * sic, mask=here & (depth > 0), other=0).to(tl.int64)
@@ -189,11 +189,10 @@ def _grow_kernel(
     some = (D > 0) & (budget > 0)
     order, low, _ = _offer(some, tl.load(lists, mask=some, other=_NOTHING), 0.0, 1, 0, 0, True)
     orders, lows = tl.where(slot == 0, order, _NO_ORDER), tl.where(slot == 0, low, 0)
-    # Of the nodes, as integers, for those are summed over a warp in one instruction: scores, and for the next sibling:
+    # Of node i in slot i, as integers, for a warp adds up such in one instruction: the score, and
+    # where the child after the offered one stands in the lists (24 bits) | node on the spine (1) | rank of node (6).
     owns = tl.zeros([SLOTS], tl.int32)
-    nexts = tl.where(
-        slot == 0, (1 << 7) | 64, 0
-    )  # where it stands in the lists (24 bits) | on the spine (1) | rank (6)
+    nexts = tl.where(slot == 0, (1 << 7) | 64, 0)
     ahead_first, ahead_second, warm = root_token, root_token, tl.cast(D, tl.int32)
     for node in range(1, budget + 1):
         best = tl.max(orders, 0)
@@ -226,13 +225,15 @@ def _grow_kernel(
         if CHAIN:
             has_sibling = has_sibling & False
         second = tl.load(lists + (behind >> 7), mask=has_sibling, other=_NOTHING)
-        if WARM:  # the loads of the last turn, which are used for nothing else, and not to be waited for before these
+        if (
+            WARM
+        ):  # What the last turn loaded ahead is used for nothing else; so added, it is not waited for before this.
             warm = warm ^ (ahead_first + first).to(tl.int32) ^ (ahead_second + first).to(tl.int32)
 
         order, low, known = _offer(has_child, first, score, depth + 1, node, rank, on_spine)
         if WARM:
-            heeds = (order != _NO_ORDER) & (known != _UNLISTED) & (depth + 1 < D)
-            ahead_first = tl.load(lists + ((depth + 1) * A_DEPTH + known) * _C, mask=heeds, other=0)
+            comes = (order != _NO_ORDER) & (known != _UNLISTED) & (depth + 1 < D)
+            ahead_first = tl.load(lists + ((depth + 1) * A_DEPTH + known) * _C, mask=comes, other=0)
         is_node = slot == node
         orders, lows = tl.where(is_node, order, orders), tl.where(is_node, low, lows)
         owns = tl.where(is_node, score.to(tl.int32, bitcast=True), owns)
@@ -240,8 +241,8 @@ def _grow_kernel(
 
         order, low, known = _offer(has_sibling, second, own, depth, parent, behind & 63, (behind & 64) > 0)
         if WARM:
-            heeds = (order != _NO_ORDER) & (known != _UNLISTED) & (depth < D)
-            ahead_second = tl.load(lists + (depth * A_DEPTH + known) * _C, mask=heeds, other=0)
+            comes = (order != _NO_ORDER) & (known != _UNLISTED) & (depth < D)
+            ahead_second = tl.load(lists + (depth * A_DEPTH + known) * _C, mask=comes, other=0)
         orders, lows = tl.where(offered, order, orders), tl.where(offered, low, lows)
         nexts = tl.where(offered, behind + (1 << 7), nexts)
 
