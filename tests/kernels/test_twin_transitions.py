@@ -13,7 +13,7 @@ from transition_cases import agrees, candidates, draft, known_of, policy_of, ver
 
 from deltatree.kernels.transition_tree import build_transition_tree, learn_transitions
 from deltatree.kernels.transition_tree import reference as truth
-from deltatree.kernels.transition_tree.triton import learning_scratch_for, scratch_for
+from deltatree.kernels.transition_tree.triton import Launch, learning_scratch_for, scratch_for
 from deltatree.kernels.tree_build import TreeBuffers
 
 pytestmark = needs_kernels
@@ -27,12 +27,12 @@ def rubbish(nodes: int) -> TreeBuffers:
     return out
 
 
-def grown(case, known, budget, chain=False):
+def grown(case, known, budget, chain=False, launch=None):
     """By the twin, with every buffer filled with rubbish first."""
     values, ids = candidates(case.log_probs, DEVICE)
-    out, scratch = rubbish(budget + 1), scratch_for(values, budget).fill_(torch.nan)
+    out, scratch = rubbish(budget + 1), scratch_for(values, budget, launch).fill_(torch.nan)
     root = torch.tensor([case.root], device=DEVICE)
-    options = {"budget": budget, "chain": chain, "out": out, "scratch": scratch}
+    options = {"budget": budget, "chain": chain, "out": out, "scratch": scratch, "launch": launch}
     assert build_transition_tree(values, ids, root, known, **options, backend="triton") is out
     return out
 
@@ -59,9 +59,19 @@ def test_the_tree_is_the_reference_one(chain):
     assert sum(same) > 0.8 * len(cases)
 
 
-def test_a_tree_of_many_turns():
-    """More nodes than are taken at once, the pool filling up on the way."""
+def test_a_large_tree():
+    """Many nodes of poor rank, whose lists of children are made when they are taken out."""
     assert check_tree(draft(5, vocab=90, depths=6), 300 if ON_GPU else 80)
+
+
+@pytest.mark.parametrize("reach", [1, 2, 64] if ON_GPU else [1])
+@pytest.mark.parametrize("warm", [False, True])
+def test_which_lists_are_made_beforehand_changes_nothing(reach, warm):
+    case = draft(8, vocab=70, depths=4)
+    known = known_of(case, DEVICE)
+    trees = [grown(case, known, 24, launch=launch) for launch in (None, Launch(reach, group=2, warps=4, warm=warm))]
+    for name in (*FIELDS, "scores"):
+        assert torch.equal(getattr(trees[0], name), getattr(trees[1], name)), name
 
 
 def test_what_scores_alike_is_ordered_alike():

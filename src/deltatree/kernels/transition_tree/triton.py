@@ -1,34 +1,48 @@
 """The transition tree in Triton: three launches to build it and four to learn from it, however many nodes it has.
 
-`_pairs_kernel` looks up what needs no tree: how often each candidate follows each one of the depth before.
-`_grow_kernel`, one program, keeps the best nodes found so far in a *pool*, best first. Each turn it takes the best
-ones whose children are not known yet, some at once (one table lookup costs as much as many), scores their children,
-drops those that are no better than the worst of a full pool, and merges the others in: an entry's place is the number
-of better ones. No child outranks its parent, so once no node is left to take, the pool is the tree. One entry is one
-integer that is compared as a whole:
+What a node adds to its parent's score depends on its *context* alone: its depth, the ranks of its parent and of its
+parent's parent, and whether the parent is on the spine. `_lists_kernel` therefore looks up the likely contexts at once,
+in many programs, and writes a *list* of each: all children, best first. `_grow_kernel`, one warp, then takes out node
+after node, as the best-first builder does: every node that has been taken out holds one *offer*, its best child that is
+not in the tree yet. A list that is missing is made when its node is taken out, at the price of a few lookups in a row.
 
-    score (32 bits, of the order of the float32 number)
-    31 - depth (5 bits) | 511 - parent (9) | 63 - rank (6) | on the spine (1) | taken (1)
+An offer is two integers of 32 bits, for a warp finds the largest of such in one instruction. The first is of the order of
+the score, the second decides between equal ones:
 
-The parent is its place in the pool + 1, renumbered at every merge; so equal scores are ordered by depth, parent and
-rank as in the reference, and the last two bits decide nothing.
+    31 - depth (5 bits) | 511 - parent (9) | rank (6) | list of its own children (9)
+
+No two offers have one parent, so equal scores are ordered by depth and parent, and by rank within a list, as in the
+reference; the other bits decide nothing.
+
+Lists of one depth: number 0 is the spine's. Then come classes: class k holds the nodes of ranks 2^k - 1 to 2^(k+1) - 2
+whose parents have ranks below REACH / 2^k, for a node of a poor rank under another of a poor rank hardly enters a tree.
+An entry of a list is one integer of 64 bits: what the child adds to the score (32 bits, float32) | REACH / 2^k of its
+class (7) | number of its list under a parent of rank 0 (9) | rank (6).
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from deltatree.kernels.chaining import chaining
 from deltatree.kernels.transition_tree.reference import CANDIDATES, Transitions, check_candidates
 from deltatree.kernels.tree_build.reference import TreeBuffers, check_sizes
 from deltatree.kernels.tree_build.triton import _order_of, _relate_kernel, _score_of
 from deltatree.transitions import table as layout
 from deltatree.transitions.policy import BESIDE
 
-_NOTHING = tl.constexpr(-(1 << 63))
-"""No entry: below every packed one."""
+_NOTHING = tl.constexpr(-(1 << 55))
+"""No child: its score beside its parent's is -inf."""
+_NO_ORDER = tl.constexpr(-(1 << 31))
+"""No offer: below the order of every score."""
+_UNLISTED = tl.constexpr(511)
+"""In place of a list's number: it has not been made."""
 _EMPTY = tl.constexpr(layout._EMPTY)
 _MIX = tl.constexpr(layout._MIX)
 _WAYS = tl.constexpr(layout.WAYS)
@@ -36,16 +50,28 @@ _TRIGRAM_BACKOFF = tl.constexpr(layout.TRIGRAM_BACKOFF)
 _BIGRAM_BACKOFF = tl.constexpr(layout.BIGRAM_BACKOFF)
 _BESIDE = tl.constexpr(BESIDE)
 _C = tl.constexpr(CANDIDATES)
-_FIRST_TAKEN = tl.constexpr(8)
-"""Nodes a turn while the pool has room: their children are all merged in, so more would cost more than they save."""
 _UNUSED = tl.constexpr(-64)
 """In place of a slot: the entry inserts nothing."""
 
 _SIZES = ["budget", "D", "C", "nodes", "num_grams", "vocab", "bits", "num_buckets", "svd", "sid"]
 """Arguments that a kernel is not compiled anew for."""
 
-RANKS = 8
-"""Contexts a program of the first launch: so that a block of 16 takes one wave of an H200."""
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How a tree is built, no matter which: what is looked up beforehand, and how."""
+
+    reach: int  # a power of two, 1 to 64: lists are made of best candidates under parents of ranks below it
+    group: int = 4  # lists a program
+    warps: int = 8  # of such a program
+    warm: bool = True  # fetch the lists of offers that may come next
+    chained: bool = True  # set a kernel up while the one before it ends, where the device can
+
+
+def launch_of(budget: int) -> Launch:
+    """A fixed table: larger trees have poorer candidates in them."""
+    return Launch(reach=8 if budget <= 32 else 16 if budget <= 128 else 32)
+
 
 CHUNK = 32
 """Entries that are compared with as many others at once."""
@@ -68,210 +94,189 @@ def _log_ratio(trigrams, bigrams, seen, single, followed):
     return tl.log(triple / single)
 
 
-@triton.jit(do_not_specialize=_SIZES)
-def _pairs_kernel(
-    values, ids, root, before, keys, counts, single, followed, pairs, singles, follows, masses, seen_root,
-    C, vocab, bits, num_buckets, svd, svc, sid, sic, RANKS: tl.constexpr,
+@triton.jit
+def _write_lists(
+    lists, number, here, depth, above, rank, on_spine,
+    values, ids, root_token, before_token, strengths, keys, counts, single, followed,
+    C, vocab, bits, num_buckets, svd, svc, sid, sic, REACH: tl.constexpr,
 ):  # fmt: skip
-    depth, rank = tl.program_id(0), tl.program_id(1) * RANKS + tl.arange(0, RANKS)
-    size = tl.cast(vocab, tl.int64) + 1
-    c = tl.arange(0, _C)
-    here = (rank < C) & ((depth > 0) | (rank == 0))  # the root is the one context of depth 0
+    """Write the children of nodes of one depth, best first.
+
+    number: [G], of the lists, all depths counted; here: [G], which to write    above, rank: [G], of parent and node
+    """
+    size, c = tl.cast(vocab, tl.int64) + 1, tl.arange(0, _C)
     real = c < C
     token = tl.load(ids + depth * sid + c * sic, mask=real, other=0).to(tl.int64)
-    above = tl.load(ids + (depth - 1) * sid + rank * sic, mask=here & (depth > 0), other=0).to(tl.int64)
-    root_token = tl.load(root).to(tl.int64)
-    last = tl.where(depth > 0, above, root_token)
-    key = tl.reshape((vocab * size + last)[:, None] * size + token[None, :], [RANKS * _C])
-    exists = tl.reshape(here[:, None] & real[None, :], [RANKS * _C])
-    found = _lookup(keys, counts, key, exists, bits, num_buckets)
-    tl.store(pairs + (depth * _C + tl.program_id(1) * RANKS) * _C + tl.arange(0, RANKS * _C), found)
-    tl.store(follows + depth * _C + rank, tl.load(followed + last, mask=here, other=0.0))
-    if tl.program_id(1) == 0:
-        tl.store(singles + depth * _C + c, tl.load(single + token, mask=real, other=1.0))
-        value = tl.load(values + depth * svd + c * svc, mask=real, other=float("-inf"))
-        tl.store(masses + depth, tl.minimum(tl.log(tl.sum(tl.exp(value), 0)), 0.0))
-        first = (c == 0) & (depth == 0)
-        start = (vocab * size + tl.load(before)) * size + root_token + tl.zeros([_C], tl.int64)
-        seen = _lookup(keys, counts, start, first, bits, num_buckets)
-        tl.store(seen_root + c, seen, mask=first)
+    value = tl.load(values + depth * svd + c * svc, mask=real, other=float("-inf"))
+    last = tl.load(ids + (depth - 1) * sid + rank * sic, mask=here & (depth > 0), other=0).to(tl.int64)
+    last = tl.where(depth > 0, last, root_token)
+    before = tl.load(ids + (depth - 2) * sid + above * sic, mask=here & (depth > 1), other=0).to(tl.int64)
+    before = tl.where(depth > 1, before, tl.where(depth > 0, root_token, before_token))
+    strength = tl.load(strengths + tl.where(on_spine, (depth > 0).to(tl.int32), 2))
+    follow, alone = tl.load(followed + last), tl.load(single + token, mask=real, other=1.0)
+    seen = _lookup(keys, counts, (vocab * size + before) * size + last, here, bits, num_buckets)
+
+    exists = tl.reshape(here[:, None] & real[None, :], [here.shape[0] * _C])
+    key = tl.reshape((vocab * size + last)[:, None] * size + token[None, :], [here.shape[0] * _C])
+    bigrams = tl.reshape(_lookup(keys, counts, key, exists, bits, num_buckets), [here.shape[0], _C])
+    key = tl.reshape((before * size + last)[:, None] * size + token[None, :], [here.shape[0] * _C])
+    trigrams = tl.reshape(_lookup(keys, counts, key, exists, bits, num_buckets), [here.shape[0], _C])
+    ratio = _log_ratio(trigrams, bigrams, seen[:, None], alone[None, :], follow[:, None])
+    raw = tl.where(on_spine, 1.0, _BESIDE)[:, None] * value[None, :] + strength[:, None] * ratio
+    raw = raw - tl.max(raw, 1)[:, None]
+    mass = tl.minimum(tl.log(tl.sum(tl.exp(value), 0)), 0.0)  # of the depth's candidates
+    raw = raw + (mass - tl.log(tl.sum(tl.exp(raw), 1)))[:, None]
+    step = tl.where((value > float("-inf"))[None, :], tl.minimum(raw, 0.0), float("-inf"))
+
+    order = (_order_of(step).to(tl.int64) << 32) | (63 - c)[None, :]
+    place = tl.sum((order[:, :, None] > order[:, None, :]).to(tl.int32), 1)  # the number of better ones
+    kind = ((c + 1).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127  # floor(log2(c + 1))
+    start = 1 + kind * REACH + (c + 1 - (1 << kind)) * (REACH >> kind)
+    entry = step.to(tl.int32, bitcast=True).to(tl.int64) << 32
+    entry = entry | (((REACH >> kind) << 15) | (start << 6) | c).to(tl.int64)[None, :]
+    tl.store(lists + number[:, None] * _C + place, entry, mask=here[:, None])
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def _lists_kernel(
+    lists, values, ids, root, before_root, strengths, keys, counts, single, followed,
+    C, vocab, bits, num_buckets, svd, svc, sid, sic,
+    REACH: tl.constexpr, CLASSES: tl.constexpr, GROUP: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
+    depth, first = tl.program_id(0), tl.program_id(1) * GROUP
+    if (depth > 0) | (first == 0):  # the root is on the spine
+        number = first + tl.arange(0, GROUP)
+        on_spine = number == 0
+        kind, within = tl.maximum(number - 1, 0) // REACH, tl.maximum(number - 1, 0) % REACH
+        shift = tl.maximum(CLASSES - 1 - kind, 0)  # the class has 2^shift parents
+        rank, above = (1 << kind) - 1 + (within >> shift), within & ((1 << shift) - 1)
+        here = (number <= CLASSES * REACH) & (rank < C) & (above < C) & ((depth > 1) | (above == 0))
+        _write_lists(
+            lists, depth * (CLASSES * REACH + 1) + number, here & ((depth > 0) | on_spine), depth, above, rank, on_spine,
+            values, ids, tl.load(root).to(tl.int64), tl.load(before_root), strengths, keys, counts, single, followed,
+            C, vocab, bits, num_buckets, svd, svc, sid, sic, REACH=REACH,
+        )  # fmt: skip
 
 
 @triton.jit
-def _depth_of(entry):
-    return 31 - ((entry >> 17) & 31).to(tl.int32)
-
-
-@triton.jit
-def _parent_of(entry):
-    return 511 - ((entry >> 8) & 511).to(tl.int32)
-
-
-@triton.jit
-def _rank_of(entry):
-    return 63 - ((entry >> 2) & 63).to(tl.int32)
-
-
-@triton.jit
-def _entry(score, depth, parent, rank, on_spine):
-    low = ((31 - depth) << 17) | ((511 - parent) << 8) | ((63 - rank) << 2) | (on_spine.to(tl.int32) << 1)
-    return (_order_of(score).to(tl.int64) << 32) | low.to(tl.int64)
-
-
-@triton.jit
-def _num_better(entries, count, mine, CHUNK: tl.constexpr):
-    """How many of the first `count` entries are better than each of mine."""
-    better = tl.zeros([mine.shape[0], CHUNK], tl.int32)
-    for first in range(0, count, CHUNK):
-        j = first + tl.arange(0, CHUNK)
-        other = tl.load(entries + j, mask=j < count, other=_NOTHING)
-        better += (other[None, :] > mine[:, None]).to(tl.int32)
-    return tl.sum(better, 1)
-
-
-@triton.jit
-def _moved(entry, exists, place):
-    """An entry whose parent's number is its new place + 1."""
-    parent = _parent_of(entry)
-    has_parent = exists & (parent > 0)
-    new = tl.load(place + parent - 1, mask=has_parent, other=-1).to(tl.int32) + 1
-    return tl.where(has_parent, entry + ((parent - new).to(tl.int64) << 8), entry)
+def _offer(exists, entry, score, depth, parent, above, spine):
+    """The order and the rest of the offer that an entry of a list makes; above: the parent's rank; and its list."""
+    step, low = (entry >> 32).to(tl.int32).to(tl.float32, bitcast=True), entry.to(tl.int32)
+    rank = low & 63
+    known = tl.where(above < ((low >> 15) & 127), ((low >> 6) & 511) + above, _UNLISTED)
+    known = tl.where(spine & (rank == 0), 0, known)
+    order = tl.where(exists & (step > float("-inf")), _order_of(score + step), _NO_ORDER)
+    return order, ((31 - depth) << 24) | ((511 - parent) << 15) | (rank << 9) | known, known
 
 
 @triton.jit(do_not_specialize=_SIZES)
 def _grow_kernel(
-    values, ids, root, before_root, strengths, keys, counts, pairs, singles, follows, masses, seen_root,
-    pool, fresh, place, picks, token_ids, parents, depths, scores, num_nodes,
+    lists, values, ids, root, before_root, strengths, keys, counts, single, followed, taken,
+    token_ids, parents, depths, scores, num_nodes,
     budget, D, C, vocab, bits, num_buckets, svd, svc, sid, sic,
-    CHAIN: tl.constexpr, SLOTS: tl.constexpr, TAKEN: tl.constexpr, CHUNK: tl.constexpr,
+    CHAIN: tl.constexpr, SLOTS: tl.constexpr, REACH: tl.constexpr, CLASSES: tl.constexpr, WARM: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
-    FIRST: tl.constexpr = TAKEN if TAKEN < _FIRST_TAKEN else _FIRST_TAKEN
-    size = tl.cast(vocab, tl.int64) + 1
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
+    A_DEPTH: tl.constexpr = CLASSES * REACH + 1
     root_token, before_token = tl.load(root).to(tl.int64), tl.load(before_root)
-    slot, c, k = tl.arange(0, SLOTS), tl.arange(0, _C)[None, :], tl.arange(0, TAKEN)
-    tl.store(pool + slot, tl.full([SLOTS], _NOTHING, tl.int64))
-    tl.store(picks + k, tl.full([TAKEN], -1, tl.int64))  # the root alone is taken first; it is no entry
-    count = tl.zeros([], tl.int32)
-    num_taken = ((D > 0) & (C > 0) & (budget > 0)).to(tl.int32) + count
-    tl.debug_barrier()
-    while num_taken > 0:
-        # The taken nodes and where they stand.
-        at = tl.load(picks + k, mask=k < num_taken, other=-1).to(tl.int32)
-        is_node = at >= 0
-        entry = tl.load(pool + at, mask=is_node, other=0)
-        score = tl.where(is_node, _score_of((entry >> 32).to(tl.int32)), 0.0)
-        depth = tl.where(is_node, _depth_of(entry), 0)
-        rank = tl.where(is_node, _rank_of(entry), 0)
-        on_spine = tl.where(is_node, (entry >> 1) & 1, 1) == 1
-        parent = tl.where(is_node, _parent_of(entry), 0)
-        rank_above = _rank_of(tl.load(pool + parent - 1, mask=parent > 0, other=0))
-        last = tl.load(ids + (depth - 1) * sid + rank * sic, mask=depth > 0, other=0).to(tl.int64)
-        last = tl.where(depth > 0, last, root_token)
-        above = tl.load(ids + (depth - 2) * sid + rank_above * sic, mask=depth > 1, other=0).to(tl.int64)
-        before = tl.where(depth > 1, above, tl.where(depth > 0, root_token, before_token))
-        # seen: how often the node's token followed the one before it; among the pairs of the depth above
-        rank_seen = tl.where(depth > 1, rank_above, 0)
-        seen = tl.load(pairs + ((depth - 1) * _C + rank_seen) * _C + rank, mask=depth > 0, other=0.0)
-        seen = tl.where(depth > 0, seen, tl.load(seen_root))
-        follow = tl.load(follows + depth * _C + rank)
+    slot = tl.arange(0, SLOTS)  # the offer of node i stands in slot i
+    some = (D > 0) & (budget > 0)
+    order, low, _ = _offer(some, tl.load(lists, mask=some, other=_NOTHING), 0.0, 1, 0, 0, True)
+    orders, lows = tl.where(slot == 0, order, _NO_ORDER), tl.where(slot == 0, low, 0)
+    # Of node i in slot i, as integers, for a warp adds up such in one instruction: the score, and
+    # where the child after the offered one stands in the lists (24 bits) | node on the spine (1) | rank of node (6).
+    owns = tl.zeros([SLOTS], tl.int32)
+    nexts = tl.where(slot == 0, (1 << 7) | 64, 0)
+    ahead_first, ahead_second, warm = root_token, root_token, tl.cast(D, tl.int32)
+    for node in range(1, budget + 1):
+        best = tl.max(orders, 0)
+        low = tl.max(tl.where(orders == best, lows, -1), 0)
+        found = best != _NO_ORDER
+        low = tl.where(found, low, -1)
+        score = tl.where(found, _score_of(best), float("-inf"))
+        depth, parent = 31 - ((low >> 24) & 31), 511 - ((low >> 15) & 511)
+        rank, number = (low >> 9) & 63, low & 511
+        tl.store(taken + node - 1, low)
+        tl.store(scores + node, score)
+        offered = slot == parent
+        own = tl.sum(tl.where(offered, owns, 0), 0).to(tl.float32, bitcast=True)
+        behind = tl.sum(tl.where(offered, nexts, 0), 0)
 
-        # Their children's scores.
-        real = (k < num_taken)[:, None] & (c < C)
-        token = tl.load(ids + depth[:, None] * sid + c * sic, mask=real, other=0).to(tl.int64)
-        value = tl.load(values + depth[:, None] * svd + c * svc, mask=real, other=float("-inf"))
-        single = tl.load(singles + depth[:, None] * _C + c)
-        bigrams = tl.load(pairs + (depth * _C + rank)[:, None] * _C + c)
-        key = tl.reshape((before * size + last)[:, None] * size + token, [TAKEN * _C])
-        trigrams = _lookup(keys, counts, key, tl.reshape(real, [TAKEN * _C]), bits, num_buckets)
-        trigrams = tl.reshape(trigrams, [TAKEN, _C])
-        ratio = _log_ratio(trigrams, bigrams, seen[:, None], single, follow[:, None])
-        strength = tl.load(strengths + tl.where(on_spine, (depth > 0).to(tl.int32), 2))
-        raw = tl.where(on_spine, 1.0, _BESIDE)[:, None] * value + strength[:, None] * ratio
-        raw = raw - tl.max(raw, 1)[:, None]
-        raw = raw + (tl.load(masses + depth) - tl.log(tl.sum(tl.exp(raw), 1)))[:, None]
-        child = score[:, None] + tl.minimum(raw, 0.0)
-        rank_here = c + tl.zeros([TAKEN, _C], tl.int32)
-        new = _entry(child, depth[:, None] + 1, at[:, None] + 1, rank_here, on_spine[:, None] & (rank_here == 0))
-        worst = tl.load(pool + budget - 1)  # nothing as long as there is room
-        new = tl.where(real & (child > float("-inf")) & ((new >> 2) > (worst >> 2)), new, _NOTHING)
+        has_child = found & (depth < D)
+        on_spine = number == 0
+        number += depth * A_DEPTH
+        if has_child & ((low & 511) == _UNLISTED):
+            number = D * A_DEPTH + node
+            one = tl.arange(0, 1)
+            _write_lists(
+                lists, number + one, one == 0, depth, (behind & 63) + one, rank + one, one > 0,
+                values, ids, root_token, before_token, strengths, keys, counts, single, followed,
+                C, vocab, bits, num_buckets, svd, svc, sid, sic, REACH=REACH,
+            )  # fmt: skip
+            tl.debug_barrier()
+        first = tl.load(lists + number * _C, mask=has_child, other=_NOTHING)
+        has_sibling = found & ((behind >> 7) % _C > 0)
         if CHAIN:
-            new = tl.where(new == tl.max(new, 1)[:, None], new, _NOTHING)
-        new = tl.reshape(new, [TAKEN * _C])
-        kept = new != _NOTHING
-        tl.store(fresh + tl.cumsum(kept.to(tl.int32), 0) - 1, new, mask=kept)
-        num_fresh = tl.sum(kept.to(tl.int32), 0)
-        tl.debug_barrier()
+            has_sibling = has_sibling & False
+        second = tl.load(lists + (behind >> 7), mask=has_sibling, other=_NOTHING)
+        if (
+            WARM
+        ):  # What the last turn loaded ahead is used for nothing else; so added, it is not waited for before this.
+            warm = warm ^ (ahead_first + first).to(tl.int32) ^ (ahead_second + first).to(tl.int32)
 
-        # Everyone's place among old and new.
-        old = tl.load(pool + slot)
-        old_place = slot + _num_better(fresh, num_fresh, old, CHUNK)
-        tl.store(place + slot, old_place.to(tl.int64))
-        for first in range(0, num_fresh, CHUNK):
-            j = first + tl.arange(0, CHUNK)
-            mine = tl.load(fresh + j, mask=j < num_fresh, other=_NOTHING)
-            better = _num_better(pool, count, mine, CHUNK) + _num_better(fresh, num_fresh, mine, CHUNK)
-            tl.store(place + SLOTS + j, better.to(tl.int64), mask=j < num_fresh)
-        tl.debug_barrier()
-        old = _moved(old, old != _NOTHING, place)
-        tl.store(pool + old_place, tl.where(old_place < budget, old, _NOTHING), mask=old_place < SLOTS)
-        for first in range(0, num_fresh, CHUNK):
-            j = first + tl.arange(0, CHUNK)
-            mine = _moved(tl.load(fresh + j, mask=j < num_fresh, other=_NOTHING), j < num_fresh, place)
-            to = tl.load(place + SLOTS + j, mask=j < num_fresh, other=SLOTS).to(tl.int32)
-            tl.store(pool + to, tl.where(to < budget, mine, _NOTHING), mask=to < SLOTS)
-        count = tl.minimum(count + num_fresh, budget)
-        tl.debug_barrier()
+        order, low, known = _offer(has_child, first, score, depth + 1, node, rank, on_spine)
+        if WARM:
+            comes = (order != _NO_ORDER) & (known != _UNLISTED) & (depth + 1 < D)
+            ahead_first = tl.load(lists + ((depth + 1) * A_DEPTH + known) * _C, mask=comes, other=0)
+        is_node = slot == node
+        orders, lows = tl.where(is_node, order, orders), tl.where(is_node, low, lows)
+        owns = tl.where(is_node, score.to(tl.int32, bitcast=True), owns)
+        nexts = tl.where(is_node, ((number * _C + 1) << 7) | (on_spine.to(tl.int32) << 6) | rank, nexts)
 
-        # The best ones whose children are not known come next.
-        entries = tl.load(pool + slot)
-        tl.debug_barrier()
-        waits = (entries != _NOTHING) & ((entries & 1) == 0) & (_depth_of(entries) < D)
-        order = tl.cumsum(waits.to(tl.int32), 0)
-        takes = waits & (order <= tl.where(count < budget, FIRST, TAKEN))
-        tl.store(pool + slot, entries | 1, mask=takes)
-        tl.store(picks + order - 1, slot.to(tl.int64), mask=takes)
-        num_taken = tl.sum(takes.to(tl.int32), 0)
-        tl.debug_barrier()
+        order, low, known = _offer(has_sibling, second, own, depth, parent, behind & 63, (behind & 64) > 0)
+        if WARM:
+            comes = (order != _NO_ORDER) & (known != _UNLISTED) & (depth < D)
+            ahead_second = tl.load(lists + (depth * A_DEPTH + known) * _C, mask=comes, other=0)
+        orders, lows = tl.where(offered, order, orders), tl.where(offered, low, lows)
+        nexts = tl.where(offered, behind + (1 << 7), nexts)
 
-    entries = tl.load(pool + slot)
-    exists = entries != _NOTHING
-    depth = tl.where(exists, _depth_of(entries), 0)
-    drafted = tl.load(ids + (depth - 1) * sid + _rank_of(entries) * sic, mask=exists, other=0).to(tl.int64)
+    tl.debug_barrier()
     inside = slot < budget
+    low = tl.load(taken + slot, mask=inside, other=-1)
+    depth, rank = 31 - ((low >> 24) & 31), (low >> 9) & 63
+    drafted = tl.load(ids + (depth - 1) * sid + rank * sic, mask=depth > 0, other=0).to(tl.int64)
     tl.store(token_ids + 1 + slot, drafted, mask=inside)
-    tl.store(parents + 1 + slot, tl.where(exists, _parent_of(entries), 0), mask=inside)
-    tl.store(depths + 1 + slot, depth, mask=inside)
-    score = tl.where(exists, _score_of((entries >> 32).to(tl.int32)), float("-inf"))
-    tl.store(scores + 1 + slot, score, mask=inside)
+    tl.store(parents + 1 + slot, (511 - ((low >> 15) & 511)).to(tl.int64), mask=inside)
+    tl.store(depths + 1 + slot, depth.to(tl.int64), mask=inside)
     tl.store(token_ids, root_token)
     tl.store(parents, -1)
     tl.store(depths, 0)
     tl.store(scores, 0.0)
-    tl.store(num_nodes, 1 + count)
+    tl.store(num_nodes, 1 + tl.sum((depth > 0).to(tl.int32), 0))
+    if WARM:
+        tl.store(taken + budget, warm)
 
 
-def _shape(budget: int) -> tuple[int, int, int]:
-    """Of a tree: slots of the pool, nodes taken at once, warps."""
-    taken, warps = (8, 4) if budget <= 32 else (16, 8) if budget <= 128 else (32, 16)
-    return max(32, triton.next_power_of_2(budget)), taken, warps
+def _counts(depths: int, budget: int, reach: int) -> tuple[int, int]:
+    """Integers of 64 bits, of all lists, and of 32, of the nodes taken out."""
+    return (depths * _num_lists(reach) + budget + 1) * CANDIDATES, budget + 1
 
 
-def _split(scratch: Tensor, counts: list[int]) -> list[Tensor]:
-    return list(scratch[: sum(counts)].split(counts))
+def _num_lists(reach: int) -> int:
+    """Of one depth that are made beforehand."""
+    return reach * reach.bit_length() + 1
 
 
-def _build_counts(depths: int, budget: int) -> tuple[list[int], list[int]]:
-    """Integers of 64 bits and of 32: of the pool, and of what is looked up beforehand."""
-    slots, taken, _ = _shape(budget)
-    whole = [slots, taken * CANDIDATES, slots + taken * CANDIDATES, taken]
-    rows = max(depths, 1) * CANDIDATES
-    return whole, [rows * CANDIDATES, rows, rows, max(depths, 1), 1]
-
-
-def scratch_for(values: Tensor, budget: int) -> Tensor:
-    """The scratch that a tree needs, for callers that capture it: 16 KB a depth, and some."""
-    whole, halves = _build_counts(len(values), budget)
-    return torch.empty(2 * sum(whole) + sum(halves), dtype=torch.float32, device=values.device)
+def scratch_for(values: Tensor, budget: int, launch: Launch | None = None) -> Tensor:
+    """The scratch that a tree needs, for callers that capture it: 17 KB a depth at 16 nodes, 99 KB at 256."""
+    whole, halves = _counts(min(len(values), budget), budget, (launch or launch_of(budget)).reach)
+    return torch.empty(2 * whole + halves, dtype=torch.float32, device=values.device)
 
 
 def build_transition_tree(
@@ -285,34 +290,40 @@ def build_transition_tree(
     kernel: int = 4,
     out: TreeBuffers | None = None,
     scratch: Tensor | None = None,
+    launch: Launch | None = None,
 ) -> TreeBuffers:
-    """As the reference, in three launches. scratch: from `scratch_for`."""
+    """As the reference, in three launches. scratch: from `scratch_for`    launch: instead of `launch_of`"""
     check_sizes(values, budget, out)
     check_candidates(values)
+    launch = launch or launch_of(budget)
     out = TreeBuffers.empty(budget + 1, kernel, values.device) if out is None else out
-    scratch = scratch_for(values, budget) if scratch is None else scratch
+    scratch = scratch_for(values, budget, launch) if scratch is None else scratch
     root = torch.as_tensor(root, device=values.device)
-    (depths, width), nodes, table = values.shape, budget + 1, known.table
-    whole, halves = _build_counts(depths, budget)
-    pool, fresh, place, picks = _split(scratch[: 2 * sum(whole)].view(torch.int64), whole)
-    looked_up = _split(scratch[2 * sum(whole) :], halves)
-    sizes = width, table.vocab_size, len(table.keys).bit_length() - 1, len(table.keys), *values.stride(), *ids.stride()
+    depths, nodes, table = min(len(values), budget), budget + 1, known.table
+    whole, halves = _counts(depths, budget, launch.reach)
+    lists, taken = scratch[: 2 * whole].view(torch.int64), scratch[2 * whole :][:halves].view(torch.int32)
+    inputs = (
+        lists, values, ids, root, known.before, known.strengths, table.keys, table.counts, table.single, table.followed
+    )  # fmt: skip
+    sizes = (
+        values.shape[1], table.vocab_size, len(table.keys).bit_length() - 1, len(table.keys), *values.stride(),
+        *ids.stride(),
+    )  # fmt: skip
+    chained = chaining(values.device) if launch.chained else {"CHAINED": False}
+    shape = {"REACH": launch.reach, "CLASSES": launch.reach.bit_length(), **chained}
     if depths:
-        _pairs_kernel[(depths, CANDIDATES // RANKS)](
-            values, ids, root, known.before, table.keys, table.counts, table.single, table.followed, *looked_up, *sizes,
-            RANKS=RANKS, num_warps=4,
-        )  # fmt: skip
-    slots, taken, warps = _shape(budget)
+        _lists_kernel[(depths, triton.cdiv(_num_lists(launch.reach), launch.group))](
+            *inputs, *sizes, **shape, GROUP=launch.group, num_warps=launch.warps
+        )
     _grow_kernel[(1,)](
-        values, ids, root, known.before, known.strengths, table.keys, table.counts, *looked_up,
-        pool, fresh, place, picks, out.token_ids, out.parents, out.depths, out.scores, out.num_nodes,
-        budget, depths, *sizes, CHAIN=chain, SLOTS=slots, TAKEN=1 if chain else taken, CHUNK=CHUNK,
-        num_warps=2 if chain else warps,
+        *inputs, taken, out.token_ids, out.parents, out.depths, out.scores, out.num_nodes, budget, depths, *sizes,
+        **shape, CHAIN=chain, WARM=launch.warm, SLOTS=max(32, triton.next_power_of_2(budget)), num_warps=1,
     )  # fmt: skip
     block_i = 4
     _relate_kernel[(triton.cdiv(nodes, block_i),)](
         out.parents, out.num_nodes, out.ancestors, out.rows, nodes, *out.ancestors.stride(), *out.rows.stride(),
         depths, KERNEL=out.rows.shape[1], BLOCK_I=block_i, BLOCK_J=triton.next_power_of_2(nodes), num_warps=2,
+        **chained,
     )  # fmt: skip
     return out
 

@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deltatree.kernels.tree_build.reference import TreeBuffers, check_sizes
 
@@ -90,8 +91,11 @@ def _grow_kernel(
 @triton.jit
 def _relate_kernel(
     parents, num_nodes, ancestors, rows, nodes, sai, saj, srn, srt, steps,
-    KERNEL: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr,
+    KERNEL: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
     i = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
     j = tl.arange(0, BLOCK_J)
     count = tl.load(num_nodes)
@@ -133,6 +137,7 @@ def build_tree(
     block_i = 4
     _relate_kernel[(triton.cdiv(nodes, block_i),)](
         out.parents, out.num_nodes, out.ancestors, out.rows, nodes, *out.ancestors.stride(), *out.rows.stride(),
-        values.shape[0], KERNEL=out.rows.shape[1], BLOCK_I=block_i, BLOCK_J=triton.next_power_of_2(nodes), num_warps=2,
+        values.shape[0], KERNEL=out.rows.shape[1], BLOCK_I=block_i, BLOCK_J=triton.next_power_of_2(nodes), CHAINED=False,
+        num_warps=2,
     )  # fmt: skip
     return out
