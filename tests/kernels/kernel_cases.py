@@ -16,10 +16,13 @@ ON_GPU = torch.cuda.is_available() and not INTERPRETED
 DEVICE = "cuda" if ON_GPU else "cpu"
 TOLERANCE = 1e-5  # relative, float32 inputs, against float64
 
-needs_kernels = pytest.mark.skipif(
-    not (ON_GPU or INTERPRETED),
-    reason="Triton kernels need a GPU, or TRITON_INTERPRET=1 from the start; test_interpreter.py runs this file so",
-)
+needs_kernels = [
+    pytest.mark.skipif(
+        not (ON_GPU or INTERPRETED),
+        reason="Triton kernels need a GPU, or TRITON_INTERPRET=1 from the start; test_interpreter.py runs this file so",
+    ),
+    *([pytest.mark.gpu] if ON_GPU else []),
+]
 some_examples = settings(max_examples=60 if ON_GPU else 5, deadline=None, derandomize=True, database=None)
 
 
