@@ -206,6 +206,9 @@ def tree_attention(shape: Shape, nodes: int, context: int = 1024) -> Case:
         "2 blocks": ({"least": 2}, True, True),
         "4 blocks": ({"least": 4}, True, True),
     }
+    if nodes >= 16:
+        smaller = {"BLOCK_M": 64, "BLOCK_KEYS": 32, "num_warps": 4, "num_stages": 2, "AHEAD": 0}
+        kinds["64 rows, 2 at once"] = (smaller | {"residents": 2}, True, True)
 
     def call(given: dict, launch: dict, *how: bool) -> Callable[[], Tensor]:
         work = partial(attention.tree_attention, **given, ancestors=seen, length=length, launch=launch)
@@ -274,7 +277,8 @@ def compile_all(options: argparse.Namespace) -> None:
     """Every kernel's launches, a process for each kernel and shape, and for each size of the slow ones."""
     jobs = []
     for kernel in options.only:
-        sizes = [[str(n)] for n in options.nodes] if kernel == "attention" else [[str(n) for n in options.nodes]]
+        counts = [str(n) for n in options.nodes]
+        sizes = [[count] for count in counts] if kernel == "attention" else [counts]
         shapes = SHAPES if kernel == "attention" else list(SHAPES)[:1]  # the others' kernels are the same
         jobs += [[kernel, shape, *nodes] for shape in shapes for nodes in sizes]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}

@@ -2,10 +2,11 @@
 
 The query heads of one key head and the nodes form the rows of one product. The blocks of keys of all key heads, those of
 committed rows first (all visible, no mask), the nodes' own rows last (the ancestor mask, [N, N]), form one line that is cut
-into equal shares; a program takes a block of rows and one share. How many rows are committed is read on the device, so a
-captured launch serves every length, and a short text in large buffers is cut into fewer shares. What a share finds for one
-key head is a *part*: a mean (in the queries' dtype), a maximum and a weight for each row. A second kernel combines them in
-the order of the keys.
+into equal shares; a program takes a block of rows and one share. The nodes' rows begin a block of their own: columns of the
+mask then lie in words that are copied beside the keys, where else every thread would load bytes at addresses of their own.
+How many rows are committed is read on the device, so a captured launch serves every length, and a short text in large buffers
+is cut into fewer shares. What a share finds for one key head is a *part*: a mean (in the queries' dtype), a maximum and a
+weight for each row. The parts of a row lie side by side. A second kernel combines them in the order of the keys.
 """
 
 from __future__ import annotations
