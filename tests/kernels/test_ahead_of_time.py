@@ -67,7 +67,8 @@ def compile_for(capability: int, kernel, args, options):
     signature, constants, hints = {}, {}, {}
     for i, parameter in enumerate(kernel.params):
         value = given[parameter.name]
-        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+        special = not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1 and special):
             signature[parameter.name], constants[(i,)] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[parameter.name], hints[(i,)] = "*" + TYPES[value.dtype], [["tt.divisibility", 16]]
@@ -75,7 +76,7 @@ def compile_for(capability: int, kernel, args, options):
             signature[parameter.name] = "fp32"
         else:
             signature[parameter.name] = "i32"
-            if value % 16 == 0:
+            if value % 16 == 0 and special:
                 hints[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=hints)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=knobs)

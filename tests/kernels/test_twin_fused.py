@@ -61,7 +61,7 @@ def test_gated_norm_gives_a_node_the_same_bits_beside_any_others(nodes):
     whole = run(nodes)
     assert agrees(whole, truth.gated_norm(x.double(), z.double(), weight=weight.double(), eps=1e-6), tolerance(dtype))
     for rows in (1, 2000, 10_000) if ON_GPU or nodes < 100 else ():
-        assert torch.equal(run(nodes, launch=gated_norm_sizes(rows, 16, x.element_size())), whole), rows
+        assert torch.equal(run(nodes, launch=gated_norm_sizes(rows, 16, True)), whole), rows
     assert torch.equal(run(1 + nodes // 2), whole[: 1 + nodes // 2])
 
 
@@ -136,10 +136,21 @@ def test_norm_rotate_gives_a_node_the_same_bits_beside_any_others(nodes):
     for mine, theirs in zip(run(min(nodes, 9)), whole, strict=True):
         assert torch.equal(mine, theirs[: len(mine)])
     for others in (1, 64, 256) if ON_GPU or nodes < 20 else ():
-        for mine, theirs in zip(
-            run(nodes, launch=norm_rotate_sizes(others, dim, x.element_size())), whole, strict=True
-        ):
+        for mine, theirs in zip(run(nodes, launch=norm_rotate_sizes(others, dim, True)), whole, strict=True):
             assert torch.equal(mine, theirs), others
+
+
+@pytest.mark.parametrize("change", ["none", "float32", "odd stride", "odd start"])
+def test_only_values_in_words_get_blocks_of_several_warps(change):
+    from deltatree.kernels.fused.triton import gated_norm_sizes, in_words, norm_rotate_sizes
+
+    dtype = torch.float32 if change == "float32" else torch.bfloat16
+    wide = torch.empty(256, 4096 + (3 if change == "odd stride" else 0), dtype=dtype, device=DEVICE)
+    begin = 1 if change == "odd start" else 0
+    words = in_words(wide[:, begin : begin + 2048])
+    assert words == (change == "none")
+    for sizes in (gated_norm_sizes(8192, 128, words), norm_rotate_sizes(256, 256, words)):
+        assert (sizes["num_warps"] > 1) == words
 
 
 def test_swiglu():

@@ -2,10 +2,11 @@
 
 The query heads of one key head and the nodes form the rows of one product. The blocks of keys of all key heads, those of
 committed rows first (all visible, no mask), the nodes' own rows last (the ancestor mask, [N, N]), form one line that is cut
-into equal shares; a program takes a block of rows and one share. How many rows are committed is read on the device, so a
-captured launch serves every length, and a short text in large buffers is cut into fewer shares. What a share finds for one
-key head is a *part*: a mean (in the queries' dtype), a maximum and a weight for each row. A second kernel combines them in
-the order of the keys.
+into equal shares; a program takes a block of rows and one share. The nodes' rows begin a block of their own: columns of the
+mask then lie in words that are copied beside the keys, where else every thread would load bytes at addresses of their own.
+How many rows are committed is read on the device, so a captured launch serves every length, and a short text in large buffers
+is cut into fewer shares. What a share finds for one key head is a *part*: a mean (in the queries' dtype), a maximum and a
+weight for each row. The parts of a row lie side by side. A second kernel combines them in the order of the keys.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from deltatree.kernels.fetch import fetch_ahead
 
 @triton.jit
 def _cut(
-    length, N, heads, shares, WINDOW: tl.constexpr, BLOCK_KEYS: tl.constexpr, APART: tl.constexpr, LEAST: tl.constexpr
+    length, N, heads, shares, least, WINDOW: tl.constexpr, BLOCK_KEYS: tl.constexpr, APART: tl.constexpr
 ):  # fmt: skip
     """The first row that a node may see, blocks of keys from there on for each head, and how many shares they make."""
     first = 0
@@ -34,7 +35,7 @@ def _cut(
         blocks = tl.cdiv(length - first, BLOCK_KEYS) + tl.cdiv(N, BLOCK_KEYS)
     else:
         blocks = tl.cdiv(length + N - first, BLOCK_KEYS)
-    return first, blocks, tl.minimum(shares, heads * tl.maximum(blocks // LEAST, 1))
+    return first, blocks, tl.minimum(shares, heads * tl.maximum(blocks // least, 1))
 
 
 @triton.jit
@@ -81,26 +82,26 @@ def _gated(x, gate, place, mask, dtype: tl.constexpr):
     return x
 
 
-@triton.jit(do_not_specialize=["most_shares", "committed_here"])
+@triton.jit(do_not_specialize=["most_shares", "least", "srow", "spart", "committed_here"])
 def _share_kernel(
     q, keys, values, ancestors, depths, committed, committed_here, means, tops, weights, gate, out,
-    N, H, heads, most_shares, srow, spart, scale,
+    N, H, heads, most_shares, least, srow, spart, scale,
     sqb, sqh, sqn, sqd, skb, skh, skr, skd, svb, svh, svr, svd, sai, saj, sgb, sgh, sgn, sgd, sob, soh, son, sod,
     GROUP: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, DIRECT: tl.constexpr, ACROSS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
-    FETCH: tl.constexpr, AHEAD: tl.constexpr, APART: tl.constexpr, LEAST: tl.constexpr, CHAINED: tl.constexpr,
+    FETCH: tl.constexpr, AHEAD: tl.constexpr, APART: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """heads: key heads of the whole batch    ACROSS: whether a share may reach over several of them.
 
     srow, spart: between the parts of two rows, and between two parts of one row
-    APART: the nodes' rows begin a block of their own, so that the mask is read in words    LEAST: blocks that a share has
+    APART: the nodes' rows begin a block of their own, so that the mask is read in words    least: blocks that a share has
     FETCH: ask for a share's first block before the kernel ahead has finished; what is read for that decides nothing else.
     AHEAD: ask for blocks so many steps before they are copied; 0 for not at all.
     """
     if CHAINED:
         if FETCH:
             early = _length(committed, committed_here)
-            start, early_blocks, early_shares = _cut(early, N, heads, most_shares, WINDOW, BLOCK_KEYS, APART, LEAST)
+            start, early_blocks, early_shares = _cut(early, N, heads, most_shares, least, WINDOW, BLOCK_KEYS, APART)
             _fetch_first(
                 keys, values, start, early, early_blocks, early_shares, H, heads, skb, skh, skr, svb, svh, svr,
                 D, BLOCK_KEYS, BLOCK_D,
@@ -109,7 +110,7 @@ def _share_kernel(
         gdc_launch_dependents()
     length = _length(committed, committed_here)
     end = length + N
-    first, blocks, shares = _cut(length, N, heads, most_shares, WINDOW, BLOCK_KEYS, APART, LEAST)
+    first, blocks, shares = _cut(length, N, heads, most_shares, least, WINDOW, BLOCK_KEYS, APART)
     old_blocks = tl.cdiv(length - first, BLOCK_KEYS)  # of committed rows, where the nodes' are apart
     share = tl.program_id(1)
     begin = tl.minimum(share, shares) * (heads * blocks) // shares
@@ -202,27 +203,27 @@ def _share_kernel(
 
 @triton.jit
 def _parts_of(
-    head, length, N, heads, most_shares,
-    WINDOW: tl.constexpr, BLOCK_KEYS: tl.constexpr, APART: tl.constexpr, LEAST: tl.constexpr,
+    head, length, N, heads, most_shares, least,
+    WINDOW: tl.constexpr, BLOCK_KEYS: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """The first share that holds keys of a head, and how many do."""
-    _, blocks, shares = _cut(length, N, heads, most_shares, WINDOW, BLOCK_KEYS, APART, LEAST)
+    _, blocks, shares = _cut(length, N, heads, most_shares, least, WINDOW, BLOCK_KEYS, APART)
     low = ((head * blocks + 1) * shares - 1) // (heads * blocks)
     return low, ((head + 1) * blocks * shares - 1) // (heads * blocks) - low + 1
 
 
-@triton.jit(do_not_specialize=["most_shares", "committed_here"])
+@triton.jit(do_not_specialize=["most_shares", "least", "srow", "spart", "committed_here"])
 def _combine_rows_kernel(
     means, tops, weights, committed, committed_here, gate, out,
-    N, H, heads, most_shares, srow, spart, sgb, sgh, sgn, sgd, sob, soh, son, sod,
+    N, H, heads, most_shares, least, srow, spart, sgb, sgh, sgn, sgd, sob, soh, son, sod,
     MOST: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, BLOCK_KEYS: tl.constexpr,
-    APART: tl.constexpr, LEAST: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, CHAINED: tl.constexpr,
+    APART: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_R rows, every part in turn, so that no thread waits for another. MOST: parts that a head can have, a few."""
     head = tl.program_id(2)
     # Before the wait, as in `_combine_kernel`.
     low, count = _parts_of(
-        head, _length(committed, committed_here), N, heads, most_shares, WINDOW, BLOCK_KEYS, APART, LEAST
+        head, _length(committed, committed_here), N, heads, most_shares, least, WINDOW, BLOCK_KEYS, APART
     )
     rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     d = (tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)[None, :]
@@ -253,19 +254,19 @@ def _combine_rows_kernel(
     tl.store(out + b * sob + query_head * soh + n * son + d * sod, total, mask=on_all)
 
 
-@triton.jit(do_not_specialize=["most_shares", "committed_here"])
+@triton.jit(do_not_specialize=["most_shares", "least", "srow", "spart", "committed_here"])
 def _combine_kernel(
     means, tops, weights, committed, committed_here, gate, out,
-    N, H, heads, most_shares, srow, spart, sgb, sgh, sgn, sgd, sob, soh, son, sod,
+    N, H, heads, most_shares, least, srow, spart, sgb, sgh, sgn, sgd, sob, soh, son, sod,
     MOST: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, BLOCK_KEYS: tl.constexpr,
-    APART: tl.constexpr, LEAST: tl.constexpr,
+    APART: tl.constexpr,
     BLOCK_ALL: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_D dimensions of one row, BLOCK_S parts at once. MOST: parts that a head can have."""
     row, head = tl.program_id(0), tl.program_id(2)
     # Before the wait: the share kernel writes no length, and whatever ran before it had finished when it let this one start.
     low, count = _parts_of(
-        head, _length(committed, committed_here), N, heads, most_shares, WINDOW, BLOCK_KEYS, APART, LEAST
+        head, _length(committed, committed_here), N, heads, most_shares, least, WINDOW, BLOCK_KEYS, APART
     )
     base = (low + head).to(tl.int64) * spart + row.to(tl.int64) * srow
     d = (tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)
@@ -368,7 +369,7 @@ def _sizes(q: Tensor, keys: Tensor, launch: dict[str, int] | None) -> dict[str, 
     return block_sizes(rows, q.shape[3], q.element_size(), _shared_bytes(q.device)) | (launch or {})
 
 
-DEFAULTS = {"AHEAD": 0, "FETCH": True, "APART": True, "LEAST": 1, "by_row": True}
+DEFAULTS = {"AHEAD": 0, "FETCH": True, "APART": True, "least": 1, "by_row": True}
 """Of `launch`: what a call takes where neither `block_sizes` nor the caller names it."""
 ROWS_AT_ONCE = True
 """Whether few parts of many rows are combined by `_combine_rows_kernel`."""
@@ -411,7 +412,7 @@ def tree_attention(
 
     launch may also give `shares` (into how many the keys are cut at most), `residents` (programs that one
     processor is to hold at once), `FETCH` (whether keys are asked for before the kernel ahead has finished), `APART` and
-    `LEAST` (see the share kernel), `by_row` (whether the parts of a row lie side by side) and `combine` (instead of
+    `least` (see the share kernel), `by_row` (whether the parts of a row lie side by side) and `combine` (instead of
     `_combine_sizes`).
     """
     batch, query_heads, nodes, dim = q.shape
@@ -431,9 +432,9 @@ def tree_attention(
     on_device = isinstance(length, torch.Tensor)
     committed = (length, 0) if on_device else (None, length)
     between_parts = (shares + heads - 1, 1) if by_row else (1, rows)
-    extents = (nodes, keys.shape[1], heads, shares, *between_parts)
+    extents = (nodes, keys.shape[1], heads, shares, sizes.pop("least"), *between_parts)
     gate_and_out = (*((0, 0, 0, 0) if gate is None else gate.stride()), *out.stride())
-    shape = {"GROUP": group, "D": dim, "WINDOW": window or 0, "APART": sizes.pop("APART"), "LEAST": sizes.pop("LEAST")}
+    shape = {"GROUP": group, "D": dim, "WINDOW": window or 0, "APART": sizes.pop("APART")}
     direct = heads % shares == 0  # every share has whole heads
     _share_kernel[(triton.cdiv(rows, sizes["BLOCK_M"]), shares)](
         q, keys, values, seen, None if window is None else depths.to(q.device), *committed, means, tops, weights, gate, out,

@@ -94,15 +94,26 @@ def head_rows(dim: int, warps: int, rows: int = 1) -> int:
     """Rows of `dim` values of a block in which every warp works on `rows` runs of 8 values a thread.
 
     Blocks of that many rows or more all add up a row in the same order: 8 values a thread (16 bytes of a half type), then
-    across the threads of one warp. With fewer rows the threads would hold fewer values each, in another order; and the
-    rows of a type of 4 bytes would lie in several warps of a block that has them.
+    across the threads of one warp. With fewer rows the threads would hold fewer values each, in another order. Values that
+    are not `in_words` would lie in several warps of a block that has them, so they get blocks of one warp.
     """
     return triton.next_power_of_2(rows * warps * max(1, 256 // triton.next_power_of_2(dim)))
 
 
-def gated_norm_sizes(rows: int, dim: int, itemsize: int = 2) -> dict[str, int]:
-    """The launch of the gated norm: a fixed table by rows (nodes x heads). No choice changes a bit of what a row gets."""
-    if rows <= 1024 or itemsize > 2:
+def in_words(*tensors: Tensor) -> bool:
+    """Whether a thread reads 8 values at once: a half type, everything but the last dimension at multiples of 16 values."""
+    return all(
+        x.element_size() == 2 and x.stride(-1) == 1 and not any(x.data_ptr() % 16 or n % 16 for n in x.stride()[:-1])
+        for x in tensors
+    )
+
+
+def gated_norm_sizes(rows: int, dim: int, words: bool) -> dict[str, int]:
+    """The launch of the gated norm: a fixed table by rows (nodes x heads). No choice changes a bit of what a row gets.
+
+    words: whether both inputs are `in_words`
+    """
+    if rows <= 1024 or not words:
         return {"BLOCK_R": head_rows(dim, 1), "num_warps": 1}
     return {"BLOCK_R": head_rows(dim, 8, 1 if rows <= 4096 else 2), "num_warps": 8}
 
@@ -119,7 +130,7 @@ def gated_norm(
     """As the reference. launch: instead of `gated_norm_sizes`, to measure."""
     nodes, heads, dim = x.shape
     out = torch.empty(nodes, heads * dim, dtype=z.dtype, device=z.device) if out is None else out
-    sizes = gated_norm_sizes(nodes * heads, dim, max(x.element_size(), z.element_size())) if launch is None else launch
+    sizes = gated_norm_sizes(nodes * heads, dim, in_words(x, z)) if launch is None else launch
     _gated_norm_kernel[(triton.cdiv(nodes * heads, sizes["BLOCK_R"]),)](
         x, z, weight, out, eps, nodes, heads, *x.stride(), *z.stride(), out.stride(0),
         V=dim, BLOCK_V=triton.next_power_of_2(dim), **sizes, **chaining(x.device),
@@ -281,9 +292,12 @@ ONE_HEAD = {"BLOCK_H": 0}
 """The launch of `norm_rotate` with one program a head, each with angles of its own: slow for wide trees."""
 
 
-def norm_rotate_sizes(nodes: int, dim: int, itemsize: int = 2) -> dict[str, int]:
-    """The launch of `norm_rotate`: a fixed table by nodes. No choice but ONE_HEAD changes a bit of what a node gets."""
-    if nodes <= 16 or itemsize > 2:
+def norm_rotate_sizes(nodes: int, dim: int, words: bool) -> dict[str, int]:
+    """The launch of `norm_rotate`: a fixed table by nodes. No choice but ONE_HEAD changes a bit of what a node gets.
+
+    words: whether the projection is `in_words`
+    """
+    if nodes <= 16 or not words:
         return {"BLOCK_H": head_rows(dim, 1), "num_warps": 1}
     if nodes <= 64:
         return {"BLOCK_H": head_rows(dim, 4), "num_warps": 4}
@@ -315,7 +329,7 @@ def norm_rotate(
     heads, half = num_heads + 2 * key_heads, frequencies.numel()
     out = x.new_empty(nodes, num_heads, dim) if out is None else out
     on_device = isinstance(length, torch.Tensor)
-    sizes = norm_rotate_sizes(nodes, dim, x.element_size()) if launch is None else launch
+    sizes = norm_rotate_sizes(nodes, dim, in_words(x)) if launch is None else launch
     kernel, grid = _norm_rotate_heads_kernel, (nodes, triton.cdiv(heads, sizes["BLOCK_H"] or 1))
     if sizes["BLOCK_H"]:
         sizes = sizes | {"BLOCK_HALF": triton.next_power_of_2(half)}
