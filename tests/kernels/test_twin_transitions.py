@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from transition_cases import agrees, candidates, draft, known_of, policy_of, ver
 
 from deltatree.kernels.transition_tree import build_transition_tree, learn_transitions
 from deltatree.kernels.transition_tree import reference as truth
-from deltatree.kernels.transition_tree.triton import Launch, learning_scratch_for, scratch_for
+from deltatree.kernels.transition_tree.triton import Launch, launch_of, learning_scratch_for, scratch_for
 from deltatree.kernels.tree_build import TreeBuffers
 
 pytestmark = needs_kernels
@@ -28,7 +28,8 @@ def rubbish(nodes: int) -> TreeBuffers:
 
 
 def grown(case, known, budget, chain=False, launch=None):
-    """By the twin, with every buffer filled with rubbish first."""
+    """By the twin, with every buffer filled with rubbish first. The interpreter takes few large programs sooner."""
+    launch = launch or (None if ON_GPU else replace(launch_of(budget), group=64))
     values, ids = candidates(case.log_probs, DEVICE)
     out, scratch = rubbish(budget + 1), scratch_for(values, budget, launch).fill_(torch.nan)
     root = torch.tensor([case.root], device=DEVICE)
@@ -69,7 +70,10 @@ def test_a_large_tree():
 def test_which_lists_are_made_beforehand_changes_nothing(reach, warm):
     case = draft(8, vocab=70, depths=4)
     known = known_of(case, DEVICE)
-    trees = [grown(case, known, 24, launch=launch) for launch in (None, Launch(reach, group=2, warps=4, warm=warm))]
+    trees = [
+        grown(case, known, 24, launch=launch)
+        for launch in (None, Launch(reach, group=2, warps=4, warm=warm, grow_warps=2))
+    ]
     for name in (*FIELDS, "scores"):
         assert torch.equal(getattr(trees[0], name), getattr(trees[1], name)), name
 
