@@ -69,6 +69,9 @@ def test_flash_linear_attention_that_cannot_run_is_refused(
     """In this process, which can be told that it has a GPU, and that a package is not there."""
     import torch
 
+    if arguments == ["serve"]:
+        for package in ("uvicorn", "fastapi", "prometheus_client"):
+            pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "fla", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cuda")
