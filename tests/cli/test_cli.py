@@ -44,9 +44,10 @@ def shipped():
         (["frobnicate"], "No such command"),
     ],
 )
-def test_bad_input_is_one_sentence_and_exit_code_2(arguments, sentence, tmp_path):
+def test_bad_input_is_one_sentence_and_exit_code_2(arguments, sentence, tmp_path, run_here, monkeypatch):
     (tmp_path / "latin1.txt").write_bytes("né".encode("latin-1"))
-    done = run(*arguments, cwd=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    done = run_here(*arguments)
     assert done.returncode == 2
     assert sentence in done.stderr and "Traceback" not in done.stderr
     assert done.stdout == ""
@@ -62,31 +63,30 @@ def test_bad_input_is_one_sentence_and_exit_code_2(arguments, sentence, tmp_path
     [["generate", "--prompt", "x"], ["bench", "--dataset", "demo", "--out", "runs"], ["serve"]],
     ids=lambda a: a[0],
 )
-def test_flash_linear_attention_that_cannot_run_is_refused(arguments, device, sentence, capsys, monkeypatch, tmp_path):
+def test_flash_linear_attention_that_cannot_run_is_refused(
+    arguments, device, sentence, run_here, monkeypatch, tmp_path
+):
     """In this process, which can be told that it has a GPU, and that a package is not there."""
     import torch
 
-    from deltatree.cli import main
-
+    if arguments == ["serve"]:
+        for package in ("uvicorn", "fastapi", "prometheus_client"):
+            pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "fla", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cuda")
     monkeypatch.setattr(logging, "basicConfig", lambda **options: None)  # the server's log
-    monkeypatch.setattr(sys, "argv", ["deltatree", *arguments, "--device", device, "--prefill", "fla"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    written = capsys.readouterr()
-    assert ended.value.code == 2 and written.out == ""
-    assert [line for line in written.err.splitlines() if line.startswith("error: ")] == written.err.splitlines()[-1:]
-    assert f"error: prefill='fla' {sentence}" in written.err
+    done = run_here(*arguments, "--device", device, "--prefill", "fla")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("error: ") == 1 and f"error: prefill='fla' {sentence}" in done.stderr.splitlines()[-1]
 
 
-def test_prompts_that_only_the_target_can_judge():
+def test_prompts_that_only_the_target_can_judge(run_here):
     for arguments, sentence in [
         (["--prompt", ""], "the prompt is empty"),
         (["--prompt", "word " * 5000, "--raw"], "the target's context is 4096"),
     ]:
-        done = run("generate", *arguments)
+        done = run_here("generate", *arguments)
         assert (done.returncode, done.stdout) == (2, "") and sentence in done.stderr
 
 
@@ -96,11 +96,12 @@ def test_generate_streams_the_text_and_ends_with_figures():
     assert "acceptance length" in done.stderr
 
 
-def test_json_is_one_object_and_methods_agree():
+def test_json_is_one_object_and_methods_agree(run_here, shipped, monkeypatch):
+    monkeypatch.setattr(importlib.import_module("deltatree.cli.generate"), "load_pair", lambda *args: shipped)
     answers = {}
     for method in ("ar", "dflash", "ddtree"):
         arguments = ("--prompt", "Ann has 3 apples.", "--max-new-tokens", "24", "--method", method, "--json")
-        answers[method] = json.loads(run("generate", *arguments).stdout)
+        answers[method] = json.loads(run_here("generate", *arguments).stdout)
     fields = {"token_ids", "text", "acceptance_lengths", "rounds", "tokens_per_second", "stop_reason"}
     assert fields <= set(answers["ddtree"])
     assert answers["ar"]["token_ids"] == answers["dflash"]["token_ids"] == answers["ddtree"]["token_ids"]
@@ -126,20 +127,20 @@ def test_B47_a_drafter_that_does_not_exist_is_no_silent_plain_decoding():
     assert "drafter './no-such-drafter' is neither an existing folder nor a hub id" in done.stderr
 
 
-def test_inspect_tells_sizes_and_why_a_pair_is_refused(tmp_path):
+def test_inspect_tells_sizes_and_why_a_pair_is_refused(tmp_path, run_here):
     target = save_target(tmp_path / "target")
-    report = json.loads(run("inspect", target, "--json").stdout)["target"]
+    report = json.loads(run_here("inspect", target, "--json").stdout)["target"]
     assert report["layers"] == {"linear_attention": 6, "full_attention": 2}
     assert report["copied_state_bytes_per_node"] == 6 * 6 * 16 * 16 * 4
     drafter = save_drafter(tmp_path / "drafter", drafter_config(hidden_size=32))
-    done = run("inspect", target, "--drafter", drafter)
+    done = run_here("inspect", target, "--drafter", drafter)
     assert done.returncode == 2 and "refused" in done.stdout and "hidden size 32" in " ".join(done.stdout.split())
-    fitting = run("inspect", "shipped", "--drafter", "shipped")
+    fitting = run_here("inspect", "shipped", "--drafter", "shipped")
     assert fitting.returncode == 0 and "block size" in fitting.stdout
 
 
-def test_inspect_measures_noise_when_asked():
-    done = run("inspect", "shipped", "--numerics", "--dtype", "float32", "--json")
+def test_inspect_measures_noise_when_asked(run_here):
+    done = run_here("inspect", "shipped", "--numerics", "--dtype", "float32", "--json")
     assert done.returncode == 0, done.stderr
     noise = json.loads(done.stdout)["noise"]
     assert list(noise) == ["2", "8", "16", "32", "64"] and all(0 < size < 1e-3 for size in noise.values())

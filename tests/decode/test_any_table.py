@@ -40,12 +40,13 @@ def run(target, drafter, prompt, count, policy, budget, sampler=None):
 def test_any_table_and_drafter_gives_the_tokens_of_plain_transformers(fixture, kind, request):
     model = request.getfixturevalue(fixture)
     target = ReferenceTarget(model)
-    for prompt in PROMPTS:
+    trees = [(True, 7), (False, 1), (False, 20)]  # is_chain, budget
+    for place, prompt in enumerate(PROMPTS):
         truth = plain_greedy(model, prompt, 14)
         text = prompt + truth
         table = table_of(kind, text, VOCAB)
-        for drafter in (RightDrafter(text, VOCAB), WrongDrafter(text, VOCAB), RandomDrafter(VOCAB)):
-            for is_chain, budget in ((True, 7), (False, 1), (False, 20)):
+        for number, drafter in enumerate((RightDrafter(text, VOCAB), WrongDrafter(text, VOCAB), RandomDrafter(VOCAB))):
+            for is_chain, budget in trees if place == 0 else [trees[(place + number) % len(trees)]]:
                 assert run(target, drafter, prompt, 14, TransitionTree(table, is_chain=is_chain), budget)[0] == truth
 
 

@@ -43,14 +43,15 @@ def relative(a, b):
 def test_any_drafter_and_budget_gives_the_tokens_of_plain_transformers(target_of, model):
     target = target_of(model)
     few = target_of.__name__ == "fast_target"  # its prefill is the reference target's, so prompts differ less
-    for prompt in PROMPTS[:2] if few else PROMPTS:
+    trees = [(chain, 7), *((best_first, budget) for budget in (1, 8, 64, 200))]
+    for place, prompt in enumerate(PROMPTS[:2] if few else PROMPTS):
         truth = plain_greedy(model, prompt, 14)
         text = prompt + truth
         assert run(target, RightDrafter(text, VOCAB), prompt, 14, no_draft)[0] == truth
-        for drafter in (RightDrafter(text, VOCAB), WrongDrafter(text, VOCAB), RandomDrafter(VOCAB)):
-            assert run(target, drafter, prompt, 14, chain, 7)[0] == truth
-            for budget in (1, 8, 64, 200):
-                assert run(target, drafter, prompt, 14, best_first, budget)[0] == truth
+        for number, drafter in enumerate((RightDrafter(text, VOCAB), WrongDrafter(text, VOCAB), RandomDrafter(VOCAB))):
+            # Every tree after the longest and the shortest prompt, one after each other.
+            for policy, budget in trees if place < 2 else [trees[(place + number) % len(trees)]]:
+                assert run(target, drafter, prompt, 14, policy, budget)[0] == truth
 
 
 def test_a_right_drafter_is_accepted_in_full(target_of, model):
