@@ -287,9 +287,10 @@ def launches() -> Iterator[dict]:
         yield {**shared, "tree": "best-first", "us_tree": us_of_drafts(Round(budget))}
         usual = transition_tree.launch_of(budget)
         others = [replace(usual, reach=reach) for reach in reaches]
-        others += [replace(usual, warm=not usual.warm), replace(usual, chained=not usual.chained)]
-        others += [replace(usual, grow_warps=warps) for warps in (2, 4) if budget >= 64]
-        others += [replace(usual, group=group, warps=warps) for group, warps in ((2, 4), (4, 4), (8, 8)) if not chain]
+        if not chain:
+            others += [replace(usual, warm=not usual.warm), replace(usual, chained=not usual.chained)]
+            others += [replace(usual, group=group, warps=warps) for group, warps in ((2, 4), (4, 4), (8, 8))]
+            others += [replace(usual, grow_warps=warps) for warps in (2, 4) if budget >= 64]
         for launch in (usual, *(other for other in others if other != usual)):
             work = TransitionRound(budget, table, chain=chain, launch=launch)
             yield {
