@@ -2,11 +2,11 @@
 
     python benchmarks/small_kernels.py
 
-Convolution, gated norm, `norm_rotate` and attention (with its gate, at a short text) for trees of 1, 16, 64 and 256
-nodes at the shapes of Qwen3.6-35B-A3B and Qwen3.6-27B. A time is the median over replays of a graph of `CALLS` chained
-launches on tensors that stay in the L2 cache, as the ones of a verify do, divided by their number. The table comes last:
-a line for each kernel, shape and number of nodes; `<` marks what the tables of launches choose, `!` a result that is
-not the reference's. Other processes compile first, side by side, into Triton's cache.
+Convolution, gated norm, `norm_rotate` and attention (with its gate, at a short text) for trees of 1, 16, 64 and
+256 nodes at the shapes of Qwen3.6-35B-A3B and Qwen3.6-27B. A time is the median over replays of a graph of `CALLS`
+chained launches on tensors that stay in the L2 cache, as the ones of a verify do, divided by their number. The table
+comes last: a line for each kernel, shape and number of nodes; `<` marks what the tables of launches choose, `!` a
+result that is not the reference's. Other processes compile first, side by side, into Triton's cache.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ NODES = (1, 16, 64, 256)
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One kernel at one size: what runs by the name of the choice, which outputs are looked at, and what they should be."""
+    """One kernel at one size: what runs, by the name of the choice, and what the first call should give."""
 
     kernel: str
     kinds: dict[str, list[Callable[[], Tensor]]]  # a call for each set of tensors

@@ -400,7 +400,7 @@ def test_every_transition_kernel_compiles(capability, monkeypatch):
 
 
 def fused_launches(nodes: int, dtype: torch.dtype, monkeypatch) -> list:
-    """The head norms of the published shapes: 32 heads of 128; 16 and 2 of 256, a quarter of which turns; 32 and 4 of 128."""
+    """Head norms of published shapes: 32 heads of 128; 16 and 2 of 256, a quarter of which turns; 32 and 4 of 128."""
 
     def empty(*shape: int, dtype=dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
@@ -436,7 +436,7 @@ def order_of_sums(compiled) -> set[tuple[str, ...]]:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_head_norms_add_up_in_one_order_for_any_tree(dtype, monkeypatch):
-    """Threads hold a head's values in the same way in every launch, so a node's bits do not tell how many stand beside it."""
+    """Threads hold a head's values in the same way in every launch, so its bits do not tell how many nodes there are."""
     sizes = [fused_launches(nodes, dtype, monkeypatch) for nodes in (1, 64, 256)]
     for launches in zip(*sizes, strict=True):
         compiled = [compile_for(90, *launch) for launch in launches]

@@ -1,12 +1,13 @@
 """Attention over a tree, in Triton: the keys are split over the chip, and no mask of the committed rows exists.
 
-The query heads of one key head and the nodes form the rows of one product. The blocks of keys of all key heads, those of
-committed rows first (all visible, no mask), the nodes' own rows last (the ancestor mask, [N, N]), form one line that is cut
-into equal shares; a program takes a block of rows and one share. The nodes' rows begin a block of their own: columns of the
-mask then lie in words that are copied beside the keys, where else every thread would load bytes at addresses of their own.
-How many rows are committed is read on the device, so a captured launch serves every length, and a short text in large buffers
-is cut into fewer shares. What a share finds for one key head is a *part*: a mean (in the queries' dtype), a maximum and a
-weight for each row. The parts of a row lie side by side. A second kernel combines them in the order of the keys.
+The query heads of one key head and the nodes form the rows of one product. The blocks of keys of all key heads, those
+of committed rows first (all visible, no mask), the nodes' own rows last (the ancestor mask, [N, N]), form one line that
+is cut into equal shares; a program takes a block of rows and one share. The nodes' rows begin a block of their own:
+the mask's columns then lie in words that are copied beside the keys; else every thread would load bytes, each at an
+address of its own. How many rows are committed is read on the device, so a captured launch serves every length, and a
+short text in large buffers is cut into fewer shares. What a share finds for one key head is a *part*: a mean (in the
+queries' dtype), a maximum and a weight for each row. The parts of a row lie side by side. A second kernel combines them
+in the order of the keys.
 """
 
 from __future__ import annotations
@@ -94,7 +95,8 @@ def _share_kernel(
     """heads: key heads of the whole batch    ACROSS: whether a share may reach over several of them.
 
     srow, spart: between the parts of two rows, and between two parts of one row
-    APART: the nodes' rows begin a block of their own, so that the mask is read in words    least: blocks that a share has
+    APART: the nodes' rows begin a block of their own, so that the mask is read in words
+    least: blocks that a share has, where the text has that many
     FETCH: ask for a share's first block before the kernel ahead has finished; what is read for that decides nothing else.
     AHEAD: ask for blocks so many steps before they are copied; 0 for not at all.
     """
@@ -219,7 +221,7 @@ def _combine_rows_kernel(
     MOST: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     APART: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_R rows, every part in turn, so that no thread waits for another. MOST: parts that a head can have, a few."""
+    """BLOCK_R rows, every part in turn, so that no thread waits for another. MOST: parts that a head can have."""
     head = tl.program_id(2)
     # Before the wait, as in `_combine_kernel`.
     low, count = _parts_of(

@@ -18,7 +18,7 @@ def _tree_conv_kernel(
     KERNEL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, TILES: tl.constexpr, HELD: tl.constexpr,
     CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """TILES: blocks of nodes of one program    HELD: whether its weights and its window are read once, for all of them."""
+    """TILES: blocks of nodes of one program    HELD: whether its weights and its window are read once for them all."""
     if CHAINED:
         gdc_wait()
         gdc_launch_dependents()
@@ -102,8 +102,8 @@ SMALL_TILES = {"BLOCK_N": 4, "BLOCK_C": 256, "TILES": 1, "HELD": False, "num_war
 def conv_sizes(nodes: int) -> dict[str, int | bool]:
     """The launch of the convolution: a fixed table by nodes.
 
-    Weights and window lie across the channels that a thread holds, so that reading them takes more instructions than the
-    nodes' inputs do: a program reads them once for all of its nodes. No choice changes a bit of what a node gets.
+    Weights and window lie across the channels that a thread holds, so that reading them takes more instructions than
+    the nodes' inputs do: a program reads them once for all of its nodes. No choice changes a bit of what a node gets.
     """
     if nodes <= 3:
         return {"BLOCK_N": 1, "BLOCK_C": 128, "TILES": 1, "HELD": True, "num_warps": 2}

@@ -93,15 +93,15 @@ def _gated_norm_kernel(
 def head_rows(dim: int, warps: int, rows: int = 1) -> int:
     """Rows of `dim` values of a block in which every warp works on `rows` runs of 8 values a thread.
 
-    Blocks of that many rows or more all add up a row in the same order: 8 values a thread (16 bytes of a half type), then
-    across the threads of one warp. With fewer rows the threads would hold fewer values each, in another order. Values that
-    are not `in_words` would lie in several warps of a block that has them, so they get blocks of one warp.
+    Blocks of that many rows or more all add up a row in the same order: 8 values a thread (16 bytes of a half type),
+    then across the threads of one warp. With fewer rows the threads would hold fewer values each, in another order.
+    Values that are not `in_words` would lie in several warps of a block that has them, so they get blocks of one warp.
     """
     return triton.next_power_of_2(rows * warps * max(1, 256 // triton.next_power_of_2(dim)))
 
 
 def in_words(*tensors: Tensor) -> bool:
-    """Whether a thread reads 8 values at once: a half type, everything but the last dimension at multiples of 16 values."""
+    """Whether a thread reads 8 values at once: a half type, all but the last dimension at multiples of 16 values."""
     return all(
         x.element_size() == 2 and x.stride(-1) == 1 and not any(x.data_ptr() % 16 or n % 16 for n in x.stride()[:-1])
         for x in tensors
@@ -200,7 +200,7 @@ def _norm_rotate_kernel(
 
 @triton.jit
 def _normed(x, norm, factor, NORMS: tl.constexpr, ZERO_CENTRED: tl.constexpr):
-    """x: [rows, columns]    norm: [rows], the reciprocal root of their mean squares    factor: float32. In x's dtype."""
+    """x: [rows, columns]    norm: [rows], reciprocal roots of mean squares    factor: float32. In x's dtype."""
     if NORMS:
         wide = x.to(tl.float32) * norm[:, None]
         if ZERO_CENTRED:
