@@ -109,7 +109,7 @@ def conv_sizes(nodes: int) -> dict[str, int | bool]:
         return {"BLOCK_N": 1, "BLOCK_C": 128, "TILES": 1, "HELD": True, "num_warps": 2}
     if nodes <= 16:
         return SMALL_TILES | {"HELD": True}
-    tiles = 1 if nodes <= 64 else 2 if nodes <= 128 else 4
+    tiles = 2 if nodes <= 128 else 4
     return {"BLOCK_N": 8, "BLOCK_C": 256, "TILES": tiles, "HELD": True, "num_warps": 8}
 
 

@@ -10,21 +10,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deltatree.kernels.chaining import chaining
 
-EARLY = False
-
 
 @triton.jit
 def _add_norm_kernel(
     residual, update, weight, out, eps, srn, srh, sun, sup, suh, son, soh,
     H: tl.constexpr, PARTS: tl.constexpr, ZERO_CENTRED: tl.constexpr, BLOCK_H: tl.constexpr, CHAINED: tl.constexpr,
-    EARLY: tl.constexpr,
 ):  # fmt: skip
     if CHAINED:
-        if EARLY:
-            gdc_launch_dependents()
         gdc_wait()
-        if not EARLY:
-            gdc_launch_dependents()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, BLOCK_H)
     on = h < H
@@ -62,7 +56,7 @@ def add_norm(
     _add_norm_kernel[(nodes,)](
         residual, parts, weight, out, eps, *residual.stride(), *((0, 0, 0) if parts is None else parts.stride()),
         *out.stride(), H=size, PARTS=0 if parts is None else parts.shape[1], ZERO_CENTRED=zero_centred,
-        BLOCK_H=triton.next_power_of_2(size), num_warps=8 if size > 1024 else 4, EARLY=EARLY, **chaining(residual.device),
+        BLOCK_H=triton.next_power_of_2(size), num_warps=8 if size > 1024 else 4, **chaining(residual.device),
     )  # fmt: skip
     return out
 
@@ -113,9 +107,8 @@ def gated_norm_sizes(rows: int, dim: int, words: bool) -> dict[str, int]:
 
     words: whether both inputs are `in_words`
     """
-    if rows <= 1024 or not words:
-        return {"BLOCK_R": head_rows(dim, 1), "num_warps": 1}
-    return {"BLOCK_R": head_rows(dim, 8, 1 if rows <= 4096 else 2), "num_warps": 8}
+    warps = 8 if words and rows > 512 else 1
+    return {"BLOCK_R": head_rows(dim, warps), "num_warps": warps}
 
 
 def gated_norm(

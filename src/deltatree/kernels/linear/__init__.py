@@ -16,8 +16,9 @@ MOST_TOKENS, FEWEST_ROWS, MOST_NUMBERS = 64, 9000, 100_000_000
 MOST_TOKENS_OF_A_HEAD, MOST_COLUMNS_OF_A_HEAD = 16, 2048
 """The same for weights of more than MOST_NUMBERS, which are the output heads of the smaller models."""
 
-MOST_IN_PARTS, MOST_NUMBERS_IN_PARTS = 32, 40_000_000
-"""Where `linear_parts` and the norm behind it were faster than the library's product: few tokens, weights that fit on the chip."""
+IN_PARTS = ((16, 100_000_000), (32, 8_700_000))
+"""Tokens and numbers of a weight up to which `linear_parts` and the norm behind it were faster: few of both. In the second
+case the whole weight waits on the chip."""
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -31,7 +32,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor |
         tokens <= MOST_TOKENS_OF_A_HEAD and rows * columns > MOST_NUMBERS and columns <= MOST_COLUMNS_OF_A_HEAD
     )
     if (fits or is_small_head) and x.dtype == torch.bfloat16 and backend_for(x) == "triton":
-        return linear(x, weight, bias, out)
+        return linear(x, weight, bias, out, chained=_chains(x))
     if out is None:
         return torch.nn.functional.linear(x, weight, bias)
     return torch.mm(x, weight.T, out=out) if bias is None else torch.addmm(bias, x, weight.T, out=out)
@@ -39,13 +40,17 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor |
 
 def summed_later(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x weight^T + bias for a norm that adds it to the residual stream: [N, M], or [N, P, M] whose parts the norm adds up."""
-    fits = bias is None and len(x) <= MOST_IN_PARTS and weight.numel() <= MOST_NUMBERS_IN_PARTS
-    if fits and x.dtype == torch.bfloat16 and backend_for(x) == "triton":
-        from deltatree.kernels.chaining import chaining
-
-        if chaining(x.device)["CHAINED"]:
-            return linear_parts(x, weight)
+    fits = bias is None and any(len(x) <= tokens and weight.numel() <= numbers for tokens, numbers in IN_PARTS)
+    if fits and x.dtype == torch.bfloat16 and backend_for(x) == "triton" and _chains(x):
+        return linear_parts(x, weight)
     return torch.nn.functional.linear(x, weight, bias)
+
+
+def _chains(x: Tensor) -> bool:
+    """Whether launches on x's device overlap. Only where Triton is there."""
+    from deltatree.kernels.chaining import chaining
+
+    return chaining(x.device)["CHAINED"]
 
 
 __all__ = ["Partials", "linear", "linear_parts", "product", "summed_later"]

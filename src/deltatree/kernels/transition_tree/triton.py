@@ -73,7 +73,7 @@ def launch_of(budget: int) -> Launch:
     """A fixed table. Larger trees hold poorer candidates: of the shipped pair 1 list a round is missing at 16 nodes,
     4 at 64 and 13 at 256; half the reach would leave twice as many out.
     """
-    return Launch(reach=8 if budget <= 32 else 32 if budget <= 128 else 64)
+    return Launch(reach=8 if budget <= 32 else 32 if budget <= 128 else 64, group=2, warps=4)
 
 
 CHUNK = 32
