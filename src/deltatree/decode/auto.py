@@ -38,7 +38,7 @@ _HABIT, _HABIT_LASTS = 16, 8  # looks before rounds may go unseen, and for how m
 _WORTH_MEMORY = 0.9  # of what sizes are worth, a choice
 _FEW_FEATURES = 32  # tokens that the drafter takes in beside drafting; a prompt takes a time of its own
 
-LOOK = 0.00035
+LOOK = 0.00026
 """Seconds that a round on the device takes longer where the host looks at its tree: a matter of the host, not of the target."""
 
 
