@@ -57,6 +57,7 @@ def expect(options: argparse.Namespace) -> None:
     command = " ".join(["python benchmarks/profiles.py", *sys.argv[1:]])
     with options.out.open("w") as file:
         for name, rows in by_profile.items():
+            rows[-1:-1] = [_at(rows[-1], budget, ms) for budget, ms in options.fixed]  # before auto's
             took = {row["label"]: row["milliseconds_per_round"] / 1e3 for row in rows}
             more = {1: took["plain"] + options.draft_ms / 1e3, 257: took["DDTree 64"] + options.widest_ms / 1e3}
             seconds = seconds_of_rows(rows, choice=options.choice_ms / 1e3, buckets=BUCKETS, more=more)
@@ -86,6 +87,22 @@ def _borrowed(row: dict, name: str) -> dict:
     return kept | {"profile": name, "all_right": list(PROFILES[name].all_right), "times_of_profile": row["profile"]}
 
 
+def _at(row: dict, budget: int, ms: float) -> dict:
+    """A row of a fixed budget with nothing but the milliseconds that were given for it."""
+    kept = {key: value for key, value in row.items() if key not in OBSERVED}
+    return kept | {
+        "budget": budget,
+        "label": f"DDTree {budget}",
+        "milliseconds_per_round": ms,
+        "milliseconds_were_given": True,
+    }
+
+
+def _budget_and_ms(text: str) -> tuple[int, float]:
+    budget, ms = text.split("=")
+    return int(budget), float(ms)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES)
@@ -100,6 +117,10 @@ def main() -> None:
     parser.add_argument(
         "--also", nargs="*", default=[], choices=PROFILES, help="profiles to expect at the first one's times"
     )
+    parser.add_argument(
+        "--fixed", nargs="*", default=[], type=_budget_and_ms, metavar="BUDGET=MS",
+        help="budgets that were no arm of the run, with what their rounds took in it, for every profile of a dense target",
+    )  # fmt: skip
     parser.add_argument(
         "--choice-ms", type=float, default=0.37, help="what a round takes longer where the host chooses"
     )
