@@ -25,6 +25,25 @@ EXACT = tl.constexpr("ieee" if torch.version.hip else "tf32x3")  # a float32 pro
 
 
 @triton.jit
+def _tile(rows, ks, swk, end, EVEN: tl.constexpr):
+    """Columns ks of some rows of the weight."""
+    where = rows + ks[None, :] * swk
+    if EVEN:
+        return tl.load(where)
+    return tl.load(where, mask=(ks < end)[None, :], other=0.0)
+
+
+@triton.jit
+def _add_tile(total, tile, tokens, ks, mn, sxk, end, EVEN: tl.constexpr, WIDEN: tl.constexpr):
+    """total + tile times the same columns of the tokens."""
+    seen = mn[None, :] if EVEN else mn[None, :] & (ks < end)[:, None]
+    inputs = tl.load(tokens + ks[:, None] * sxk, mask=seen, other=0.0)
+    if WIDEN:  # Triton's interpreter cannot multiply bfloat16
+        tile, inputs = tile.to(tl.float32), inputs.to(tl.float32)
+    return tl.dot(tile, inputs, total, input_precision=EXACT)
+
+
+@triton.jit
 def _linear_kernel(
     x, weight, bias, out, sums, counters, N, M, K, share, sxn, sxk, swm, swk, sb, son, som,
     SHARES: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
@@ -45,15 +64,7 @@ def _linear_kernel(
     total = tl.zeros([BLOCK_W, BLOCK_N], tl.float32)
     for k in range(start, end, BLOCK_K):
         ks = k + tl.arange(0, BLOCK_K)
-        if EVEN:
-            tile = tl.load(rows + ks[None, :] * swk)
-            inputs = tl.load(tokens + ks[:, None] * sxk, mask=mn[None, :], other=0.0)
-        else:
-            tile = tl.load(rows + ks[None, :] * swk, mask=(ks < end)[None, :], other=0.0)
-            inputs = tl.load(tokens + ks[:, None] * sxk, mask=mn[None, :] & (ks < end)[:, None], other=0.0)
-        if WIDEN:  # Triton's interpreter cannot multiply bfloat16
-            tile, inputs = tile.to(tl.float32), inputs.to(tl.float32)
-        total = tl.dot(tile, inputs, total, input_precision=EXACT)
+        total = _add_tile(total, _tile(rows, ks, swk, end, EVEN), tokens, ks, mn, sxk, end, EVEN, WIDEN)
     if SHARES == 1:
         if bias is not None:
             total += tl.load(bias + m * sb, mask=mm, other=0.0).to(tl.float32)[:, None]
@@ -165,23 +176,6 @@ def linear(
         **({"launch_pdl": True} if chained else {}), **sizes,
     )  # fmt: skip
     return out
-
-
-@triton.jit
-def _tile(rows, ks, swk, end, EVEN: tl.constexpr):
-    where = rows + ks[None, :] * swk
-    if EVEN:
-        return tl.load(where)
-    return tl.load(where, mask=(ks < end)[None, :], other=0.0)
-
-
-@triton.jit
-def _add_tile(total, tile, tokens, ks, mn, sxk, end, EVEN: tl.constexpr, WIDEN: tl.constexpr):
-    seen = mn[None, :] if EVEN else mn[None, :] & (ks < end)[:, None]
-    inputs = tl.load(tokens + ks[:, None] * sxk, mask=seen, other=0.0)
-    if WIDEN:  # Triton's interpreter cannot multiply bfloat16
-        tile, inputs = tile.to(tl.float32), inputs.to(tl.float32)
-    return tl.dot(tile, inputs, total, input_precision=EXACT)
 
 
 @triton.jit
