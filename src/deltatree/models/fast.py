@@ -7,6 +7,7 @@ replayed. On a CPU the same steps run uncaptured with the kernels' references, w
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -175,46 +176,76 @@ class FastTarget:
     def step(self, buffers: StaticBuffers, nodes: Nodes, depth: int) -> None:
         """One forward over the nodes: reads the state, writes scratch, logits and features. depth: no node is deeper."""
         count = len(nodes.token_ids)
-        residual = self.reference.text.embed_tokens.weight.index_select(0, nodes.token_ids)
+        hidden = self.walk(
+            nodes.token_ids,
+            recur=partial(_recur, nodes=nodes, buffers=buffers, depth=depth),
+            attend=partial(self._attend, nodes=nodes, buffers=buffers),
+            tap=partial(self._tap, buffers.features[:count]),
+        )
+        product(hidden, self.model.get_output_embeddings().weight, out=buffers.logits[:count])
+
+    def walk(
+        self,
+        token_ids: Tensor,
+        *,
+        recur: Callable[[PackedRecurrent, Tensor, int], Tensor],
+        attend: Callable[[PackedAttention, Tensor, int], Tensor],
+        tap: Callable[[int, Tensor], None] = lambda index, hidden: None,
+    ) -> Tensor:
+        """Through all layers. token_ids: [n] -> [n, hidden], what the output head reads.
+
+        recur, attend: a layer's mixer, its input [n, hidden] and its place among its kind -> what it adds, as the norms take it
+        tap: gets every layer's number and input, and at last their number and the result
+        """
+        residual = self.reference.text.embed_tokens.weight.index_select(0, token_ids)
         update, recurrent, attention = None, 0, 0
         for index, layer in enumerate(self.layers):
             hidden = _normed(residual, update, layer.input_norm)
-            self._tap(buffers, index, residual, count)
+            tap(index, residual)
             if isinstance(layer.mixer, PackedRecurrent):
-                mixed = _recur(layer.mixer, hidden, nodes, buffers, recurrent, depth)
+                mixed = recur(layer.mixer, hidden, recurrent)
                 recurrent += 1
             else:
-                mixed = self._attend(layer.mixer, hidden, nodes, buffers, attention)
+                mixed = attend(layer.mixer, hidden, attention)
                 attention += 1
             update = _feed_forward(layer.mlp, _normed(residual, mixed, layer.post_norm))
         hidden = _normed(residual, update, self.norm)
-        self._tap(buffers, len(self.layers), hidden, count)
-        product(hidden, self.model.get_output_embeddings().weight, out=buffers.logits[:count])
+        tap(len(self.layers), hidden)
+        return hidden
 
-    def _tap(self, buffers: StaticBuffers, index: int, hidden: Tensor, count: int) -> None:
-        """Keep a hidden state that the drafter reads."""
+    def _tap(self, features: Tensor, index: int, hidden: Tensor) -> None:
+        """Keep a hidden state that the drafter reads. features: [n, taps * hidden]"""
         size = hidden.shape[1]
         for place, tap in enumerate(self.taps):
             if tap == index:
-                buffers.features[:count, place * size : (place + 1) * size] = hidden
+                features[:, place * size : (place + 1) * size] = hidden
 
-    def _attend(self, w: PackedAttention, x: Tensor, nodes: Nodes, buffers: StaticBuffers, index: int) -> Tensor:
-        """Attention of all nodes. x: [n, hidden]; their keys and values go behind the committed rows."""
-        keys, values = buffers.keys[index], buffers.values[index]
+    def queries(
+        self, w: PackedAttention, x: Tensor, keys: Tensor, values: Tensor, *, depths: Tensor, length: Tensor | int
+    ) -> tuple[Tensor, Tensor | None]:
+        """Queries of an attention layer, [n, HQ, D], and what gates its output, the same or None. x: [n, hidden]
+
+        Keys and values, [HKV, rows, D], get rows from `length` on; see `norm_rotate`, which has depths and length from here.
+        """
         projected = product(x, w.projection, w.bias)
         q = norm_rotate(
-            projected, keys[0], values[0], depths=nodes.depths, length=buffers.length, frequencies=self.frequencies,
+            projected, keys, values, depths=depths, length=length, frequencies=self.frequencies,
             scaling=self.rotary_scaling, q_weight=w.q_norm.weight, k_weight=w.k_norm.weight, eps=w.q_norm.eps,
             zero_centred=w.q_norm.zero_centred, num_heads=w.heads, gated=w.gated,
         )  # fmt: skip
+        if not w.gated:
+            return q, None
+        return q, projected[:, : 2 * w.heads * w.head_dim].unflatten(-1, (w.heads, 2, w.head_dim))[:, :, 1]
+
+    def _attend(self, w: PackedAttention, x: Tensor, index: int, *, nodes: Nodes, buffers: StaticBuffers) -> Tensor:
+        """Attention of all nodes. x: [n, hidden]; their keys and values go behind the committed rows."""
+        keys, values = buffers.keys[index], buffers.values[index]
+        q, gate = self.queries(w, x, keys[0], values[0], depths=nodes.depths, length=buffers.length)
         window = {"depths": nodes.depths, "window": w.window} if w.window else {}
-        gate = None
-        if w.gated:
-            gate = projected[:, : 2 * w.heads * w.head_dim].unflatten(-1, (w.heads, 2, w.head_dim))[:, :, 1]
-            gate = gate.transpose(0, 1)[None]
         attended = tree_attention(
-            q.transpose(0, 1)[None], keys, values, ancestors=nodes.ancestors, length=buffers.length, gate=gate, **window
-        )[0].transpose(0, 1)
+            q.transpose(0, 1)[None], keys, values, ancestors=nodes.ancestors, length=buffers.length,
+            gate=None if gate is None else gate.transpose(0, 1)[None], **window,
+        )[0].transpose(0, 1)  # fmt: skip
         return summed_later(attended.flatten(1), w.output, w.output_bias)
 
     def _shapes(self) -> StateShapes:
@@ -237,7 +268,7 @@ def _normed(residual: Tensor, update: Tensor | None, norm: Norm) -> Tensor:
     return add_norm(residual, update, weight=norm.weight, eps=norm.eps, zero_centred=norm.zero_centred)
 
 
-def _recur(w: PackedRecurrent, x: Tensor, nodes: Nodes, buffers: StaticBuffers, index: int, depth: int) -> Tensor:
+def _recur(w: PackedRecurrent, x: Tensor, index: int, *, nodes: Nodes, buffers: StaticBuffers, depth: int) -> Tensor:
     """A GatedDeltaNet layer over all nodes. x: [n, hidden]; leaves its projection and its stash in the buffers."""
     count = x.shape[0]
     projected = buffers.projected[index, 0, :count]

@@ -13,9 +13,9 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from deltatree.capture import Captured
 from deltatree.kernels.conv import commit_window, tree_conv
 from deltatree.kernels.delta_step import gated_delta_step
-from deltatree.kernels.fused import gated_norm, norm_rotate
+from deltatree.kernels.fused import gated_norm
 from deltatree.kernels.linear import product
-from deltatree.models.fast import FastTarget, _feed_forward, _normed
+from deltatree.models.fast import FastTarget
 from deltatree.models.packed import PackedAttention, PackedRecurrent
 from deltatree.state import StateShapes
 
@@ -105,20 +105,8 @@ class LockStep:
 
     def step(self) -> None:
         """One forward over one token of each sequence: reads `token_ids`, writes the states and `out`."""
-        target = self.target
-        residual = target.reference.text.embed_tokens.weight.index_select(0, self.token_ids)
-        update, recurrent, attention = None, 0, 0
-        for layer in target.layers:
-            hidden = _normed(residual, update, layer.input_norm)
-            if isinstance(layer.mixer, PackedRecurrent):
-                mixed = self._recur(layer.mixer, hidden, recurrent)
-                recurrent += 1
-            else:
-                mixed = self._attend(layer.mixer, hidden, attention)
-                attention += 1
-            update = _feed_forward(layer.mlp, _normed(residual, mixed, layer.post_norm))
-        head = target.model.get_output_embeddings()
-        torch.mm(_normed(residual, update, target.norm), head.weight.T, out=self.out)
+        hidden = self.target.walk(self.token_ids, recur=self._recur, attend=self._attend)
+        product(hidden, self.target.model.get_output_embeddings().weight, out=self.out)
         self.positions += 1
 
     def _recur(self, w: PackedRecurrent, x: Tensor, index: int) -> Tensor:
@@ -148,13 +136,8 @@ class LockStep:
 
     def _attend(self, w: PackedAttention, x: Tensor, index: int) -> Tensor:
         """A layer with keys and values. x: [B, hidden]"""
-        target, place = self.target, self.positions[:1]
-        projected = product(x, w.projection, w.bias)
-        q = norm_rotate(
-            projected, self.new_keys, self.new_values, depths=self.positions, length=0, frequencies=target.frequencies,
-            scaling=target.rotary_scaling, q_weight=w.q_norm.weight, k_weight=w.k_norm.weight, eps=w.q_norm.eps,
-            zero_centred=w.q_norm.zero_centred, num_heads=w.heads, gated=w.gated,
-        )  # fmt: skip
+        q, gate = self.target.queries(w, x, self.new_keys, self.new_values, depths=self.positions, length=0)
+        place = self.positions[:1]
         keys, values = self.keys[index], self.values[index]
         keys.index_copy_(2, place, self.new_keys.transpose(0, 1)[:, :, None])
         values.index_copy_(2, place, self.new_values.transpose(0, 1)[:, :, None])
@@ -164,7 +147,6 @@ class LockStep:
         # The query heads of one key head see the same rows: they stand where otherwise the tokens do.
         grouped = q.unflatten(1, (w.key_heads, -1))
         attended = scaled_dot_product_attention(grouped, keys, values, attn_mask=seen[None, None, None]).flatten(1, 2)
-        if not w.gated:
-            return linear(attended.flatten(1), w.output, w.output_bias)
-        gate = projected[:, : 2 * w.heads * w.head_dim].unflatten(-1, (w.heads, 2, w.head_dim))[:, :, 1]
-        return linear((attended * gate.sigmoid()).flatten(1), w.output, w.output_bias)
+        if gate is not None:
+            attended = attended * gate.sigmoid()
+        return linear(attended.flatten(1), w.output, w.output_bias)
