@@ -1,7 +1,6 @@
 """A round's own work on one GPU, as JSON lines: candidates, tree and walk, timed inside CUDA graphs.
 
     python benchmarks/builder.py --out results.jsonl
-    python benchmarks/builder.py --launches    # how a tree over transitions may be launched, and a table of it
 
 15 depths (blocks of 16) over a vocabulary of 248,320. Before anything is timed, the tree is compared with
 `best_first` on the host, node for node, the candidates with a full sort and the walk with the one on the host, on
@@ -20,7 +19,6 @@ import platform
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -46,7 +44,7 @@ TARGET_US = {256: 150}  # of the tree
 BEFORE = 3  # the token before the root
 ROUNDING = 2e-5  # of a path's score over 1 + its size, in float32 on the device and float64 on the host
 COPIES = 8  # logits of 15 MB each: together larger than the L2 cache
-CHECKS, LAUNCH_CHECKS = 60, 12  # trees a budget, and a launch
+CHECKS = 60  # trees a budget
 
 
 def draft_logits(seed: int, steps: int | None = None) -> Tensor:
@@ -123,11 +121,9 @@ class Round:
 class TransitionRound(Round):
     """The same over the target's transitions; learning from the verified tree is part of the round."""
 
-    def __init__(
-        self, budget: int, table: TransitionTable, *, chain: bool = False, launch: transition_tree.Launch | None = None
-    ) -> None:
+    def __init__(self, budget: int, table: TransitionTable, *, chain: bool = False) -> None:
         super().__init__(budget)
-        self.chain, self.launch = chain, launch
+        self.chain = chain
         self.scratch = candidates.scratch_for(self.logits[0], CANDIDATES)
         self.candidates = tuple(
             torch.empty(DEPTH, CANDIDATES, device="cuda", dtype=held.dtype) for held in self.candidates
@@ -136,7 +132,7 @@ class TransitionRound(Round):
         for mine, new in zip(self.known.table.tensors(), table.tensors(), strict=True):
             mine.copy_(new)
         self.known.before.fill_(BEFORE)
-        self.tree_scratch = transition_tree.scratch_for(self.candidates[0], budget, launch)
+        self.tree_scratch = transition_tree.scratch_for(self.candidates[0], budget)
         self.learning_scratch = transition_tree.learning_scratch_for(self.tree.token_ids)
 
     def choose(self, copy: int = 0) -> None:
@@ -145,7 +141,7 @@ class TransitionRound(Round):
     def build(self) -> None:
         transition_tree.build_transition_tree(
             *self.candidates, self.root, self.known, budget=self.budget, chain=self.chain, out=self.tree,
-            scratch=self.tree_scratch, launch=self.launch,
+            scratch=self.tree_scratch,
         )  # fmt: skip
 
     def learn(self) -> None:
@@ -181,10 +177,10 @@ def paths(tree: DraftTree) -> list[tuple[int, ...]]:
     return found
 
 
-def check_transitions(work: TransitionRound, table: TransitionTable, checks: int = CHECKS) -> int:
+def check_transitions(work: TransitionRound, table: TransitionTable) -> int:
     """How many of the trees are the host policy's to the last node. Raises AssertionError beyond rounding."""
     exact, on_host = 0, table.on(torch.device("cpu"))
-    for seed in range(checks):
+    for seed in range(CHECKS):
         generator = torch.Generator().manual_seed(seed)
         log_probs = (torch.randn(DEPTH, 400, generator=generator) * (1 + seed % 5)).log_softmax(-1)
         for held, new in zip(work.candidates, candidates_on_host(log_probs, CANDIDATES), strict=True):
@@ -264,76 +260,23 @@ def records() -> Iterator[dict]:
     yield {**shared, "tree": "transitions-chain", "exact_trees": check_transitions(work, table), **work.record()}
 
 
-def us_of_drafts(work: Round) -> float:
-    """Of a tree, over as many drafts as there are logits."""
-    drafts = []
-    for copy in range(COPIES):
-        work.choose(copy)
-        drafts.append(tuple(held.clone() for held in work.candidates))
-
-    def build(draft: tuple[Tensor, Tensor]) -> None:
-        work.candidates = draft
-        work.build()
-
-    return graph_us([lambda draft=draft: build(draft) for draft in drafts])
-
-
-def launches() -> Iterator[dict]:
-    """Trees over transitions as they are launched and as they might be, after the best-first tree of as many nodes."""
-    table = some_table()
-    for budget, chain, reaches in ((16, False, (8, 16)), (64, False, (8, 16, 32)), (256, False, (16, 32, 64)),
-                                   (DEPTH, True, (8, 16))):  # fmt: skip
-        shared = {"benchmark": "builder launches", "budget": budget, "checked_trees": LAUNCH_CHECKS}
-        yield {**shared, "tree": "best-first", "us_tree": us_of_drafts(Round(budget))}
-        usual = transition_tree.launch_of(budget)
-        others = [replace(usual, reach=reach) for reach in reaches]
-        if not chain:
-            others += [replace(usual, warm=not usual.warm), replace(usual, chained=not usual.chained)]
-            others += [replace(usual, group=group, warps=warps) for group, warps in ((2, 4), (4, 4), (8, 8))]
-            others += [replace(usual, grow_warps=warps) for warps in (2, 4) if budget >= 64]
-        for launch in (usual, *(other for other in others if other != usual)):
-            work = TransitionRound(budget, table, chain=chain, launch=launch)
-            yield {
-                **shared,
-                "tree": "transitions-chain" if chain else "transitions",
-                "launch": asdict(launch),
-                "chosen": launch == usual,
-                "exact_trees": check_transitions(work, table, LAUNCH_CHECKS),
-                "us_tree": us_of_drafts(work),
-            }
-
-
-def show(found: list[dict]) -> None:
-    """The launches, one a line."""
-    print(f"{'tree':18}{'nodes':>6}{'us':>8}{'exact':>8}  launch")
-    for record in found:
-        launch = " ".join(f"{name}={value}" for name, value in record.get("launch", {}).items())
-        exact = f"{record['exact_trees']}/{record['checked_trees']}" if launch else ""
-        chosen = "  <- chosen" if record.get("chosen") else ""
-        print(f"{record['tree']:18}{record['budget']:6}{record['us_tree']:8.1f}{exact:>8}  {launch}{chosen}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="file of JSON lines to write; they are printed too")
-    parser.add_argument("--launches", action="store_true", help="only compare launches of the tree over transitions")
     options = parser.parse_args()
     where = {
         "device": torch.cuda.get_device_name(),
         "versions": {"torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version()},
-        "command": "python benchmarks/builder.py" + " --launches" * options.launches,
+        "command": "python benchmarks/builder.py",
     }
-    start, found = time.monotonic(), []
+    start = time.monotonic()
     with open(options.out, "w") if options.out else open("/dev/null", "w") as file:
-        for record in launches() if options.launches else records():
-            found.append(record)
+        for record in records():
             rounded = {k: round(v, 3) if isinstance(v, float) else v for k, v in record.items()}
             print(json.dumps(rounded), flush=True)
             file.write(json.dumps(rounded | where) + "\n")
             file.flush()
     print(f"{time.monotonic() - start:.0f} s", file=sys.stderr)
-    if options.launches:
-        show(found)
 
 
 if __name__ == "__main__":

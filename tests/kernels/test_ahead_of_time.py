@@ -419,8 +419,8 @@ def fused_launches(nodes: int, dtype: torch.dtype, monkeypatch) -> list:
 
     return [
         *launches_of(fused, "_gated_norm_kernel", norm, monkeypatch),
-        *launches_of(fused, "_norm_rotate_heads_kernel", lambda: rotate(16, 2, 256, 32, True), monkeypatch),
-        *launches_of(fused, "_norm_rotate_heads_kernel", lambda: rotate(32, 4, 128, 64, False), monkeypatch),
+        *launches_of(fused, "_norm_rotate_kernel", lambda: rotate(16, 2, 256, 32, True), monkeypatch),
+        *launches_of(fused, "_norm_rotate_kernel", lambda: rotate(32, 4, 128, 64, False), monkeypatch),
     ]
 
 

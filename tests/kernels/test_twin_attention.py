@@ -127,8 +127,6 @@ KINDS = {
     "as chosen": {},
     "rows at once": {"shares": 12, "combine": ROWS},
     "a row at a time": {"shares": 12, "combine": ONE_ROW},
-    "parts of a row far apart": {"shares": 12, "by_row": False, "combine": ROWS},
-    "as before": {"APART": False, "by_row": False, "combine": ONE_ROW, "shares": 12},
     "two blocks a share": {"least": 2, "shares": 12},
     "over two heads": {"least": 3, "shares": 4, "combine": ROWS},
     "a share a head": {"shares": 3},

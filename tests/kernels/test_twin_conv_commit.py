@@ -64,14 +64,14 @@ def test_convolution_agrees_with_float64(parents, kernel, seed):
 @pytest.mark.parametrize("nodes", [1, 3, 17, 65, 257])
 def test_a_node_gets_the_same_bits_in_every_launch(nodes):
     """Whatever the launch, and however many nodes stand behind one."""
-    from deltatree.kernels.conv.triton import SMALL_TILES, conv_sizes
+    from deltatree.kernels.conv.triton import conv_sizes
 
     case = conv_case(make_tree("wide", nodes, 5, max_depth=15), 4, seed=1)
     case |= {name: case[name][:1] for name in ("window", "x")}
     expected = run(**case)
     assert agrees(expected, expected_of(case))
-    three_tiles = {"BLOCK_N": 8, "BLOCK_C": 64, "TILES": 3, "HELD": True, "num_warps": 4}
-    for launch in (SMALL_TILES, conv_sizes(3), conv_sizes(16), three_tiles):
+    three_tiles = {"BLOCK_N": 8, "BLOCK_C": 64, "TILES": 3, "num_warps": 4}
+    for launch in (conv_sizes(3), conv_sizes(16), three_tiles):
         if ON_GPU or nodes < 40 * launch["BLOCK_N"]:
             assert torch.equal(run(**case, launch=launch), expected), launch
     fewer = 1 + nodes // 2

@@ -66,14 +66,11 @@ def test_gated_norm_gives_a_node_the_same_bits_beside_any_others(nodes):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("one_head", [False, True])
 @pytest.mark.parametrize(
     "num_heads, gated, norms, rotary, length",
     [(4, True, True, 4, 300), (4, False, True, 16, 0), (6, False, False, 16, 5), (0, False, True, 16, 40_000)],
 )
-def test_norm_rotate(dtype, num_heads, gated, norms, rotary, length, one_head):
-    from deltatree.kernels.fused.triton import ONE_HEAD
-
+def test_norm_rotate(dtype, num_heads, gated, norms, rotary, length):
     nodes, key_heads, dim = 7, 2, 16
     width = num_heads * dim * (2 if gated else 1) + 2 * key_heads * dim
     x = normal(nodes, width + 3, dtype=dtype)[:, :width]
@@ -94,9 +91,7 @@ def test_norm_rotate(dtype, num_heads, gated, norms, rotary, length, one_head):
     theirs = [torch.full((key_heads, capacity, dim), NAN, dtype=torch.float64, device=DEVICE) for _ in range(2)]
     out = torch.full((nodes, num_heads, dim), NAN, dtype=dtype, device=DEVICE)
     at, more = torch.tensor([length], device=DEVICE), torch.tensor([2], device=DEVICE)
-    fused.norm_rotate(
-        x, *mine, **options, length=at, count=more, out=out, launch=ONE_HEAD if one_head else None, backend="triton"
-    )
+    fused.norm_rotate(x, *mine, **options, length=at, count=more, out=out, backend="triton")
     wide = {n: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for n, v in options.items()}
     expected = truth.norm_rotate(x.double(), *theirs, **wide, length=length + 2)
     if num_heads:

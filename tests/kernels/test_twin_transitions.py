@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields
 
 import pytest
 import torch
@@ -13,7 +13,8 @@ from transition_cases import agrees, candidates, draft, known_of, policy_of, ver
 
 from deltatree.kernels.transition_tree import build_transition_tree, learn_transitions
 from deltatree.kernels.transition_tree import reference as truth
-from deltatree.kernels.transition_tree.triton import Launch, launch_of, learning_scratch_for, scratch_for
+from deltatree.kernels.transition_tree import triton as twin
+from deltatree.kernels.transition_tree.triton import learning_scratch_for, scratch_for
 from deltatree.kernels.tree_build import TreeBuffers
 
 pytestmark = needs_kernels
@@ -27,13 +28,19 @@ def rubbish(nodes: int) -> TreeBuffers:
     return out
 
 
-def grown(case, known, budget, chain=False, launch=None):
-    """By the twin, with every buffer filled with rubbish first. The interpreter takes few large programs sooner."""
-    launch = launch or (None if ON_GPU else replace(launch_of(budget), group=64))
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch):
+    """The interpreter takes few large programs sooner."""
+    if not ON_GPU:
+        monkeypatch.setattr(twin, "GROUP", 64)
+
+
+def grown(case, known, budget, chain=False, reach=None):
+    """By the twin, with every buffer filled with rubbish first."""
     values, ids = candidates(case.log_probs, DEVICE)
-    out, scratch = rubbish(budget + 1), scratch_for(values, budget, launch).fill_(torch.nan)
+    out, scratch = rubbish(budget + 1), scratch_for(values, budget, reach).fill_(torch.nan)
     root = torch.tensor([case.root], device=DEVICE)
-    options = {"budget": budget, "chain": chain, "out": out, "scratch": scratch, "launch": launch}
+    options = {"budget": budget, "chain": chain, "out": out, "scratch": scratch, "reach": reach}
     assert build_transition_tree(values, ids, root, known, **options, backend="triton") is out
     return out
 
@@ -66,16 +73,15 @@ def test_a_large_tree():
 
 
 @pytest.mark.parametrize("reach", [1, 2, 64] if ON_GPU else [1])
-@pytest.mark.parametrize("warm", [False, True])
-def test_which_lists_are_made_beforehand_changes_nothing(reach, warm):
+def test_which_lists_are_made_beforehand_changes_nothing(reach, monkeypatch):
+    """And how many a program makes."""
     case = draft(8, vocab=70, depths=4)
     known = known_of(case, DEVICE)
-    trees = [
-        grown(case, known, 24, launch=launch)
-        for launch in (None, Launch(reach, group=2, warps=4, warm=warm, grow_warps=2))
-    ]
+    usual = grown(case, known, 24)
+    monkeypatch.setattr(twin, "GROUP", 2)
+    other = grown(case, known, 24, reach=reach)
     for name in (*FIELDS, "scores"):
-        assert torch.equal(getattr(trees[0], name), getattr(trees[1], name)), name
+        assert torch.equal(getattr(usual, name), getattr(other, name)), name
 
 
 def test_what_scores_alike_is_ordered_alike():

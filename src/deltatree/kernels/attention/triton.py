@@ -25,17 +25,12 @@ from deltatree.kernels.fetch import fetch_ahead
 
 
 @triton.jit
-def _cut(
-    length, N, heads, shares, least, WINDOW: tl.constexpr, BLOCK_KEYS: tl.constexpr, APART: tl.constexpr
-):  # fmt: skip
+def _cut(length, N, heads, shares, least, WINDOW: tl.constexpr, BLOCK_KEYS: tl.constexpr):
     """The first row that a node may see, blocks of keys from there on for each head, and how many shares they make."""
     first = 0
     if WINDOW > 0:
         first = tl.maximum(length - WINDOW + 1, 0) // BLOCK_KEYS * BLOCK_KEYS
-    if APART:
-        blocks = tl.cdiv(length - first, BLOCK_KEYS) + tl.cdiv(N, BLOCK_KEYS)
-    else:
-        blocks = tl.cdiv(length + N - first, BLOCK_KEYS)
+    blocks = tl.cdiv(length - first, BLOCK_KEYS) + tl.cdiv(N, BLOCK_KEYS)
     return first, blocks, tl.minimum(shares, heads * tl.maximum(blocks // least, 1))
 
 
@@ -90,20 +85,19 @@ def _share_kernel(
     sqb, sqh, sqn, sqd, skb, skh, skr, skd, svb, svh, svr, svd, sai, saj, sgb, sgh, sgn, sgd, sob, soh, son, sod,
     GROUP: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, DIRECT: tl.constexpr, ACROSS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
-    FETCH: tl.constexpr, AHEAD: tl.constexpr, APART: tl.constexpr, CHAINED: tl.constexpr,
+    FETCH: tl.constexpr, AHEAD: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """heads: key heads of the whole batch    ACROSS: whether a share may reach over several of them.
 
     srow, spart: between the parts of two rows, and between two parts of one row
-    APART: the nodes' rows begin a block of their own, so that the mask is read in words
-    least: blocks that a share has, where the text has that many
+    least: blocks that a share has, where the text has that many; more than 1 was slower for every tree
     FETCH: ask for a share's first block before the kernel ahead has finished; what is read for that decides nothing else.
     AHEAD: ask for blocks so many steps before they are copied; 0 for not at all.
     """
     if CHAINED:
         if FETCH:
             early = _length(committed, committed_here)
-            start, early_blocks, early_shares = _cut(early, N, heads, most_shares, least, WINDOW, BLOCK_KEYS, APART)
+            start, early_blocks, early_shares = _cut(early, N, heads, most_shares, least, WINDOW, BLOCK_KEYS)
             _fetch_first(
                 keys, values, start, early, early_blocks, early_shares, H, heads, skb, skh, skr, svb, svh, svr,
                 D, BLOCK_KEYS, BLOCK_D,
@@ -112,8 +106,8 @@ def _share_kernel(
         gdc_launch_dependents()
     length = _length(committed, committed_here)
     end = length + N
-    first, blocks, shares = _cut(length, N, heads, most_shares, least, WINDOW, BLOCK_KEYS, APART)
-    old_blocks = tl.cdiv(length - first, BLOCK_KEYS)  # of committed rows, where the nodes' are apart
+    first, blocks, shares = _cut(length, N, heads, most_shares, least, WINDOW, BLOCK_KEYS)
+    old_blocks = tl.cdiv(length - first, BLOCK_KEYS)  # of committed rows
     share = tl.program_id(1)
     begin = tl.minimum(share, shares) * (heads * blocks) // shares
     stop = tl.minimum(share + 1, shares) * (heads * blocks) // shares
@@ -158,17 +152,11 @@ def _share_kernel(
             value = tl.load(head_values + row[:, None] * svr + d[None, :] * svd, mask=md[None, :], other=0.0)
             top, weight, total = _fold(scores, scale, top, weight, total, value, PRECISION)
         for block in range(plain, to_block):
-            if APART:
-                others = (block - old_blocks) * BLOCK_KEYS  # a node's number, where this is a block of nodes
-                other = others + at
-                fresh = (others >= 0) & (other < N)
-                row = tl.where(others >= 0, length + others, first + block * BLOCK_KEYS) + at
-                inside = row < tl.where(others >= 0, end, length)
-            else:
-                row = first + block * BLOCK_KEYS + at
-                other = row - length
-                inside = row < end
-                fresh = (other >= 0) & inside
+            others = (block - old_blocks) * BLOCK_KEYS  # a node's number, where this is a block of nodes
+            other = others + at
+            fresh = (others >= 0) & (other < N)
+            row = tl.where(others >= 0, length + others, first + block * BLOCK_KEYS) + at
+            inside = row < tl.where(others >= 0, end, length)
             where = ancestors + node[:, None] * sai + other[None, :] * saj
             seen = tl.load(where, mask=on[:, None] & fresh[None, :], other=0) != 0
             seen = seen | (inside & (row < length))[None, :]
@@ -204,12 +192,9 @@ def _share_kernel(
 
 
 @triton.jit
-def _parts_of(
-    head, length, N, heads, most_shares, least,
-    WINDOW: tl.constexpr, BLOCK_KEYS: tl.constexpr, APART: tl.constexpr,
-):  # fmt: skip
+def _parts_of(head, length, N, heads, most_shares, least, WINDOW: tl.constexpr, BLOCK_KEYS: tl.constexpr):
     """The first share that holds keys of a head, and how many do."""
-    _, blocks, shares = _cut(length, N, heads, most_shares, least, WINDOW, BLOCK_KEYS, APART)
+    _, blocks, shares = _cut(length, N, heads, most_shares, least, WINDOW, BLOCK_KEYS)
     low = ((head * blocks + 1) * shares - 1) // (heads * blocks)
     return low, ((head + 1) * blocks * shares - 1) // (heads * blocks) - low + 1
 
@@ -219,14 +204,12 @@ def _combine_rows_kernel(
     means, tops, weights, committed, committed_here, gate, out,
     N, H, heads, most_shares, least, srow, spart, sgb, sgh, sgn, sgd, sob, soh, son, sod,
     MOST: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, BLOCK_KEYS: tl.constexpr,
-    APART: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, CHAINED: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_R rows, every part in turn, so that no thread waits for another. MOST: parts that a head can have."""
     head = tl.program_id(2)
     # Before the wait, as in `_combine_kernel`.
-    low, count = _parts_of(
-        head, _length(committed, committed_here), N, heads, most_shares, least, WINDOW, BLOCK_KEYS, APART
-    )
+    low, count = _parts_of(head, _length(committed, committed_here), N, heads, most_shares, least, WINDOW, BLOCK_KEYS)
     rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     d = (tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)[None, :]
     on = rows < GROUP * N
@@ -261,15 +244,12 @@ def _combine_kernel(
     means, tops, weights, committed, committed_here, gate, out,
     N, H, heads, most_shares, least, srow, spart, sgb, sgh, sgn, sgd, sob, soh, son, sod,
     MOST: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, BLOCK_KEYS: tl.constexpr,
-    APART: tl.constexpr,
     BLOCK_ALL: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_D dimensions of one row, BLOCK_S parts at once. MOST: parts that a head can have."""
     row, head = tl.program_id(0), tl.program_id(2)
     # Before the wait: the share kernel writes no length, and whatever ran before it had finished when it let this one start.
-    low, count = _parts_of(
-        head, _length(committed, committed_here), N, heads, most_shares, least, WINDOW, BLOCK_KEYS, APART
-    )
+    low, count = _parts_of(head, _length(committed, committed_here), N, heads, most_shares, least, WINDOW, BLOCK_KEYS)
     base = (low + head).to(tl.int64) * spart + row.to(tl.int64) * srow
     d = (tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)
     md = d < D
@@ -371,15 +351,16 @@ def _sizes(q: Tensor, keys: Tensor, launch: dict[str, int] | None) -> dict[str, 
     return block_sizes(rows, q.shape[3], q.element_size(), _shared_bytes(q.device)) | (launch or {})
 
 
-DEFAULTS = {"AHEAD": 0, "FETCH": True, "APART": True, "least": 1, "by_row": True}
+DEFAULTS = {"AHEAD": 0, "FETCH": True, "least": 1}
 """Of `launch`: what a call takes where neither `block_sizes` nor the caller names it."""
-ROWS_AT_ONCE = True
-"""Whether few parts of many rows are combined by `_combine_rows_kernel`."""
 
 
 def _combine_sizes(most: int, rows: int, head_dim: int, processors: int) -> dict[str, int]:
-    """The launch of the second kernel. most: parts of a head    rows: of all heads, whose dimensions are split if few."""
-    if ROWS_AT_ONCE and most <= 16 and rows >= 4 * processors:
+    """The launch of the second kernel. most: parts of a head    rows: of all heads, whose dimensions are split if few.
+
+    Few parts of many rows are combined several rows at once.
+    """
+    if most <= 16 and rows >= 4 * processors:
         block_d = max(16, triton.next_power_of_2(head_dim))
         return {"BLOCK_R": max(4, 1024 // block_d), "BLOCK_D": block_d, "num_warps": 4}
     block_s = min(64, triton.next_power_of_2(most))
@@ -413,16 +394,15 @@ def tree_attention(
     """As the reference, summed in float32. scratch: from `scratch_for`. launch: overrides `block_sizes`, to measure.
 
     launch may also give `shares` (into how many the keys are cut at most), `residents` (programs that one
-    processor is to hold at once), `FETCH` (whether keys are asked for before the kernel ahead has finished), `APART` and
-    `least` (see the share kernel), `by_row` (whether the parts of a row lie side by side) and `combine` (instead of
-    `_combine_sizes`).
+    processor is to hold at once), `FETCH` (whether keys are asked for before the kernel ahead has finished), `least` (see
+    the share kernel) and `combine` (instead of `_combine_sizes`).
     """
     batch, query_heads, nodes, dim = q.shape
     heads, group = batch * keys.shape[1], query_heads // keys.shape[1]
     rows = group * nodes
     sizes = DEFAULTS | _sizes(q, keys, launch)
     shares = sizes.pop("shares", None) or num_shares(q, keys, sizes)
-    second, by_row, _ = sizes.pop("combine", None), sizes.pop("by_row"), sizes.pop("residents", None)
+    second, _ = sizes.pop("combine", None), sizes.pop("residents", None)
     if q.element_size() * dim < 128 or not keys.stride(3) == values.stride(3) == 1 or not chaining(q.device)["CHAINED"]:
         sizes |= {"AHEAD": 0, "FETCH": False}
     out = torch.empty_like(q) if out is None else out
@@ -433,10 +413,9 @@ def tree_attention(
     seen = ancestors if ancestors.dtype == torch.uint8 else ancestors.to(q.device).view(torch.uint8)
     on_device = isinstance(length, torch.Tensor)
     committed = (length, 0) if on_device else (None, length)
-    between_parts = (shares + heads - 1, 1) if by_row else (1, rows)
-    extents = (nodes, keys.shape[1], heads, shares, sizes.pop("least"), *between_parts)
+    extents = (nodes, keys.shape[1], heads, shares, sizes.pop("least"), shares + heads - 1, 1)
     gate_and_out = (*((0, 0, 0, 0) if gate is None else gate.stride()), *out.stride())
-    shape = {"GROUP": group, "D": dim, "WINDOW": window or 0, "APART": sizes.pop("APART")}
+    shape = {"GROUP": group, "D": dim, "WINDOW": window or 0}
     direct = heads % shares == 0  # every share has whole heads
     _share_kernel[(triton.cdiv(rows, sizes["BLOCK_M"]), shares)](
         q, keys, values, seen, None if window is None else depths.to(q.device), *committed, means, tops, weights, gate, out,

@@ -15,10 +15,9 @@ from deltatree.kernels.chaining import chaining
 def _tree_conv_kernel(
     window, x, weight, bias, rows, out,
     N, C, swb, swc, swt, sxb, sxn, sxc, sfc, sft, sbc, srn, srt, sob, son, soc,
-    KERNEL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, TILES: tl.constexpr, HELD: tl.constexpr,
-    CHAINED: tl.constexpr,
+    KERNEL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, TILES: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """TILES: blocks of nodes of one program    HELD: whether its weights and its window are read once for them all."""
+    """TILES: blocks of nodes of one program, which reads its weights and its window once for them all."""
     if CHAINED:
         gdc_wait()
         gdc_launch_dependents()
@@ -26,12 +25,11 @@ def _tree_conv_kernel(
     b = tl.program_id(2).to(tl.int64)
     mc = c < C
     factors, columns = (), ()
-    if HELD:
-        for tap in tl.static_range(KERNEL):
-            factors += (tl.load(weight + c * sfc + tap * sft, mask=mc, other=0.0).to(tl.float32),)
-        for column in tl.static_range(KERNEL - 1):
-            old = tl.load(window + b * swb + c * swc + column * swt, mask=mc, other=0.0).to(x.dtype.element_ty)
-            columns += (old,)
+    for tap in tl.static_range(KERNEL):
+        factors += (tl.load(weight + c * sfc + tap * sft, mask=mc, other=0.0).to(tl.float32),)
+    for column in tl.static_range(KERNEL - 1):
+        old = tl.load(window + b * swb + c * swc + column * swt, mask=mc, other=0.0).to(x.dtype.element_ty)
+        columns += (old,)
     for tile in tl.range(TILES):
         n = ((tl.program_id(1) * TILES + tile) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
         mn = n < N
@@ -47,19 +45,9 @@ def _tree_conv_kernel(
                 mask=(mn & ~committed)[:, None] & mc[None, :],
                 other=0.0,
             )
-            if HELD:
-                factor = factors[tap]
-                for column in tl.static_range(KERNEL - 1):
-                    seen = tl.where((row == column)[:, None], columns[column][None, :], seen)
-            else:
-                factor = tl.load(weight + c * sfc + tap * sft, mask=mc, other=0.0).to(tl.float32)
-                old = tl.load(
-                    window + b * swb + c[None, :] * swc + row[:, None] * swt,
-                    mask=(mn & committed)[:, None] & mc[None, :],
-                    other=0.0,
-                )
-                seen = tl.where(committed[:, None], old.to(x.dtype.element_ty), seen)
-            total += seen.to(tl.float32) * factor[None, :]
+            for column in tl.static_range(KERNEL - 1):
+                seen = tl.where((row == column)[:, None], columns[column][None, :], seen)
+            total += seen.to(tl.float32) * factors[tap][None, :]
         total = total * tl.sigmoid(total)
         tl.store(out + b * sob + n[:, None] * son + c[None, :] * soc, total, mask=mn[:, None] & mc[None, :])
 
@@ -95,22 +83,17 @@ def _commit_window_kernel(
     tl.store(out + layer * slo + b * sob + c[:, None] * soc + t[None, :] * sot, moved, mask=mc[:, None] & mt[None, :])
 
 
-SMALL_TILES = {"BLOCK_N": 4, "BLOCK_C": 256, "TILES": 1, "HELD": False, "num_warps": 4}
-"""The launch that reads weights and window again for every tap and node: for any tree, slow for wide ones."""
-
-
-def conv_sizes(nodes: int) -> dict[str, int | bool]:
+def conv_sizes(nodes: int) -> dict[str, int]:
     """The launch of the convolution: a fixed table by nodes.
 
     Weights and window lie across the channels that a thread holds, so that reading them takes more instructions than
     the nodes' inputs do: a program reads them once for all of its nodes. No choice changes a bit of what a node gets.
     """
     if nodes <= 3:
-        return {"BLOCK_N": 1, "BLOCK_C": 128, "TILES": 1, "HELD": True, "num_warps": 2}
+        return {"BLOCK_N": 1, "BLOCK_C": 128, "TILES": 1, "num_warps": 2}
     if nodes <= 16:
-        return SMALL_TILES | {"HELD": True}
-    tiles = 2 if nodes <= 128 else 4
-    return {"BLOCK_N": 8, "BLOCK_C": 256, "TILES": tiles, "HELD": True, "num_warps": 8}
+        return {"BLOCK_N": 4, "BLOCK_C": 256, "TILES": 1, "num_warps": 4}
+    return {"BLOCK_N": 8, "BLOCK_C": 256, "TILES": 2 if nodes <= 128 else 4, "num_warps": 8}
 
 
 def tree_conv(
@@ -121,7 +104,7 @@ def tree_conv(
     bias: Tensor | None,
     rows: Tensor,
     out: Tensor | None = None,
-    launch: dict[str, int | bool] | None = None,
+    launch: dict[str, int] | None = None,
 ) -> Tensor:
     """As the reference, summed in float32. launch: instead of `conv_sizes`, to measure."""
     batch, nodes, channels = x.shape

@@ -132,66 +132,6 @@ def gated_norm(
 
 
 @triton.jit
-def _norm_rotate_kernel(
-    x, keys, values, depths, length, length_here, count, frequencies, scaling, q_weight, k_weight, eps, out,
-    sxn, skh, skr, skd, svh, svr, svd, son, soh,
-    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
-    GATED: tl.constexpr, ZERO_CENTRED: tl.constexpr, BLOCK_D: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
-    if CHAINED:
-        gdc_wait()
-        gdc_launch_dependents()
-    node, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    d = tl.arange(0, BLOCK_D)
-    on = d < D
-    start = length_here
-    if length is not None:
-        start = tl.load(length)
-    start = tl.cast(start, tl.int64)
-    if count is not None:
-        start += tl.load(count).to(tl.int64)
-    row = start + node
-    width: tl.constexpr = HEADS * D * (2 if GATED else 1)
-    is_query = head < HEADS
-    key_head = head - HEADS
-    if head >= HEADS + KEY_HEADS:
-        value_head = (head - HEADS - KEY_HEADS).to(tl.int64)
-        value = tl.load(x + node * sxn + width + KEY_HEADS * D + value_head * D + d, mask=on, other=0.0)
-        tl.store(values + value_head * svh + row * svr + d * svd, value, mask=on)
-    else:
-        base = tl.where(is_query, head * (2 * D if GATED else D), width + key_head * D)
-        # The other half of a rotated pair: dimension d of the first half goes with d + HALF.
-        partner = tl.where(d < HALF, d + HALF, tl.where(d < 2 * HALF, d - HALF, d))
-        here = x + node * sxn + base
-        mine, other = tl.load(here + d, mask=on, other=0.0), tl.load(here + partner, mask=on, other=0.0)
-        dtype = mine.dtype
-        if k_weight is not None:
-            wide = mine.to(tl.float32)
-            norm = tl.rsqrt(tl.sum(wide * wide, 0) / D + eps)
-            weight = k_weight
-            if q_weight is not None:
-                weight = tl.where(is_query, q_weight, k_weight)
-            factor = tl.load(weight + d, mask=on, other=0.0).to(tl.float32)
-            other_factor = tl.load(weight + partner, mask=on, other=0.0).to(tl.float32)
-            if ZERO_CENTRED:
-                mine = (wide * norm * (1.0 + factor)).to(dtype)
-                other = (other.to(tl.float32) * norm * (1.0 + other_factor)).to(dtype)
-            else:
-                mine = (factor * (wide * norm).to(dtype).to(tl.float32)).to(dtype)
-                other = (other_factor * (other.to(tl.float32) * norm).to(dtype).to(tl.float32)).to(dtype)
-        turned = d < 2 * HALF
-        position = (start + tl.load(depths + node).to(tl.int64)).to(tl.float32)
-        angle = position * tl.load(frequencies + d % HALF, mask=turned, other=0.0)
-        cos, sin = tl.where(turned, tl.cos(angle) * scaling, 1.0), tl.where(turned, tl.sin(angle) * scaling, 0.0)
-        sin = tl.where(d < HALF, -sin, sin)
-        rotated = (mine.to(tl.float32) * cos + other.to(tl.float32) * sin).to(dtype)
-        if is_query:
-            tl.store(out + node * son + head * soh + d, rotated, mask=on)
-        else:
-            tl.store(keys + key_head.to(tl.int64) * skh + row * skr + d * skd, rotated, mask=on)
-
-
-@triton.jit
 def _normed(x, norm, factor, NORMS: tl.constexpr, ZERO_CENTRED: tl.constexpr):
     """x: [rows, columns]    norm: [rows], reciprocal roots of mean squares    factor: float32. In x's dtype."""
     if NORMS:
@@ -215,7 +155,7 @@ def _factor(q_weight, k_weight, is_query, at, on):
 
 
 @triton.jit
-def _norm_rotate_heads_kernel(
+def _norm_rotate_kernel(
     x, keys, values, depths, length, length_here, count, frequencies, scaling, q_weight, k_weight, eps, out,
     sxn, skh, skr, skd, svh, svr, svd, son, soh,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
@@ -281,12 +221,8 @@ def _norm_rotate_heads_kernel(
     tl.store(key_rows + (HALF + h) * skd, two, mask=on & is_key[:, None])
 
 
-ONE_HEAD = {"BLOCK_H": 0}
-"""The launch of `norm_rotate` with one program a head, each with angles of its own: slow for wide trees."""
-
-
 def norm_rotate_sizes(nodes: int, dim: int, words: bool) -> dict[str, int]:
-    """The launch of `norm_rotate`: a fixed table by nodes. No choice but ONE_HEAD changes a bit of what a node gets.
+    """The launch of `norm_rotate`: a fixed table by nodes. No choice changes a bit of what a node gets.
 
     words: whether the projection is `in_words`
     """
@@ -323,16 +259,11 @@ def norm_rotate(
     out = x.new_empty(nodes, num_heads, dim) if out is None else out
     on_device = isinstance(length, torch.Tensor)
     sizes = norm_rotate_sizes(nodes, dim, in_words(x)) if launch is None else launch
-    kernel, grid = _norm_rotate_heads_kernel, (nodes, triton.cdiv(heads, sizes["BLOCK_H"] or 1))
-    if sizes["BLOCK_H"]:
-        sizes = sizes | {"BLOCK_HALF": triton.next_power_of_2(half)}
-    else:
-        kernel, sizes = _norm_rotate_kernel, {"num_warps": 1 if dim <= 128 else 2}
-    kernel[grid](
+    _norm_rotate_kernel[(nodes, triton.cdiv(heads, sizes["BLOCK_H"]))](
         x, keys, values, depths, length if on_device else None, 0 if on_device else length, count, frequencies, scaling,
         q_weight, k_weight, eps, out, x.stride(0), *keys.stride(), *values.stride(), out.stride(0), out.stride(1),
         HEADS=num_heads, KEY_HEADS=key_heads, D=dim, HALF=half, GATED=gated, ZERO_CENTRED=zero_centred,
-        BLOCK_D=triton.next_power_of_2(dim), **sizes, **chaining(x.device),
+        BLOCK_D=triton.next_power_of_2(dim), BLOCK_HALF=triton.next_power_of_2(half), **sizes, **chaining(x.device),
     )  # fmt: skip
     return out
 

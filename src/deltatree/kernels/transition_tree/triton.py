@@ -22,8 +22,6 @@ class (7) | number of its list under a parent of rank 0 (9) | rank (6).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -57,27 +55,19 @@ _SIZES = ["budget", "D", "C", "nodes", "num_grams", "vocab", "bits", "num_bucket
 """Arguments that a kernel is not compiled anew for."""
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """How a tree is built, no matter which: what is looked up beforehand, and how."""
-
-    reach: int  # a power of two, 1 to 64: lists are made of best candidates under parents of ranks below it
-    group: int = 4  # lists a program
-    warps: int = 8  # of such a program
-    warm: bool = True  # fetch the lists of offers that may come next
-    grow_warps: int = 1  # of the program that grows the tree; more make a missing list sooner and take turns later
-    chained: bool = True  # set a kernel up while the one before it ends, where the device can
-
-
-def launch_of(budget: int) -> Launch:
-    """A fixed table. Larger trees hold poorer candidates: of the shipped pair 1 list a round is missing at 16 nodes,
-    4 at 64 and 13 at 256; half the reach would leave twice as many out.
-    """
-    return Launch(reach=8 if budget <= 32 else 32 if budget <= 128 else 64, group=2, warps=4)
-
-
+GROUP = 2
+"""Lists that one program makes beforehand."""
 CHUNK = 32
 """Entries that are compared with as many others at once."""
+
+
+def reach_of(budget: int) -> int:
+    """A power of two, 1 to 64: lists are made of best candidates under parents of ranks below it. A fixed table.
+
+    Larger trees hold poorer candidates: of the shipped pair 1 list a round is missing at 16 nodes, 4 at 64 and 13 at 256;
+    half the reach would leave twice as many out. No choice changes the tree.
+    """
+    return 8 if budget <= 32 else 32 if budget <= 128 else 64
 
 
 @triton.jit
@@ -181,8 +171,7 @@ def _grow_kernel(
     lists, values, ids, root, before_root, strengths, keys, counts, single, followed, taken,
     token_ids, parents, depths, scores, num_nodes,
     budget, D, C, vocab, bits, num_buckets, svd, svc, sid, sic,
-    CHAIN: tl.constexpr, SLOTS: tl.constexpr, REACH: tl.constexpr, CLASSES: tl.constexpr, WARM: tl.constexpr,
-    CHAINED: tl.constexpr,
+    CHAIN: tl.constexpr, SLOTS: tl.constexpr, REACH: tl.constexpr, CLASSES: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     if CHAINED:
         gdc_wait()
@@ -229,24 +218,21 @@ def _grow_kernel(
         if CHAIN:
             has_sibling = has_sibling & False
         second = tl.load(lists + (behind >> 7), mask=has_sibling, other=_NOTHING)
-        if (
-            WARM
-        ):  # What the last turn loaded ahead is used for nothing else; so added, it is not waited for before this.
-            warm = warm ^ (ahead_first + first).to(tl.int32) ^ (ahead_second + first).to(tl.int32)
+        # What the last turn loaded ahead, the lists of offers that may come next, is used for nothing else; so added, it
+        # is not waited for before this.
+        warm = warm ^ (ahead_first + first).to(tl.int32) ^ (ahead_second + first).to(tl.int32)
 
         order, low, known = _offer(has_child, first, score, depth + 1, node, rank, on_spine)
-        if WARM:
-            comes = (order != _NO_ORDER) & (known != _UNLISTED) & (depth + 1 < D)
-            ahead_first = tl.load(lists + ((depth + 1) * A_DEPTH + known) * _C, mask=comes, other=0)
+        comes = (order != _NO_ORDER) & (known != _UNLISTED) & (depth + 1 < D)
+        ahead_first = tl.load(lists + ((depth + 1) * A_DEPTH + known) * _C, mask=comes, other=0)
         is_node = slot == node
         orders, lows = tl.where(is_node, order, orders), tl.where(is_node, low, lows)
         owns = tl.where(is_node, score.to(tl.int32, bitcast=True), owns)
         nexts = tl.where(is_node, ((number * _C + 1) << 7) | (on_spine.to(tl.int32) << 6) | rank, nexts)
 
         order, low, known = _offer(has_sibling, second, own, depth, parent, behind & 63, (behind & 64) > 0)
-        if WARM:
-            comes = (order != _NO_ORDER) & (known != _UNLISTED) & (depth < D)
-            ahead_second = tl.load(lists + (depth * A_DEPTH + known) * _C, mask=comes, other=0)
+        comes = (order != _NO_ORDER) & (known != _UNLISTED) & (depth < D)
+        ahead_second = tl.load(lists + (depth * A_DEPTH + known) * _C, mask=comes, other=0)
         orders, lows = tl.where(offered, order, orders), tl.where(offered, low, lows)
         nexts = tl.where(offered, behind + (1 << 7), nexts)
 
@@ -263,8 +249,7 @@ def _grow_kernel(
     tl.store(depths, 0)
     tl.store(scores, 0.0)
     tl.store(num_nodes, 1 + tl.sum((depth > 0).to(tl.int32), 0))
-    if WARM:
-        tl.store(taken + budget, warm)
+    tl.store(taken + budget, warm)
 
 
 def _counts(depths: int, budget: int, reach: int) -> tuple[int, int]:
@@ -277,9 +262,9 @@ def _num_lists(reach: int) -> int:
     return reach * reach.bit_length() + 1
 
 
-def scratch_for(values: Tensor, budget: int, launch: Launch | None = None) -> Tensor:
+def scratch_for(values: Tensor, budget: int, reach: int | None = None) -> Tensor:
     """The scratch that a tree needs, for callers that capture it: 17 KB a depth at 16 nodes, 225 KB at 256."""
-    whole, halves = _counts(min(len(values), budget), budget, (launch or launch_of(budget)).reach)
+    whole, halves = _counts(min(len(values), budget), budget, reach or reach_of(budget))
     return torch.empty(2 * whole + halves, dtype=torch.float32, device=values.device)
 
 
@@ -294,17 +279,17 @@ def build_transition_tree(
     kernel: int = 4,
     out: TreeBuffers | None = None,
     scratch: Tensor | None = None,
-    launch: Launch | None = None,
+    reach: int | None = None,
 ) -> TreeBuffers:
-    """As the reference, in three launches. scratch: from `scratch_for`    launch: instead of `launch_of`"""
+    """As the reference, in three launches. scratch: from `scratch_for`    reach: instead of `reach_of`"""
     check_sizes(values, budget, out)
     check_candidates(values)
-    launch = launch or launch_of(budget)
+    reach = reach or reach_of(budget)
     out = TreeBuffers.empty(budget + 1, kernel, values.device) if out is None else out
-    scratch = scratch_for(values, budget, launch) if scratch is None else scratch
+    scratch = scratch_for(values, budget, reach) if scratch is None else scratch
     root = torch.as_tensor(root, device=values.device)
     depths, nodes, table = min(len(values), budget), budget + 1, known.table
-    whole, halves = _counts(depths, budget, launch.reach)
+    whole, halves = _counts(depths, budget, reach)
     lists, taken = scratch[: 2 * whole].view(torch.int64), scratch[2 * whole :][:halves].view(torch.int32)
     inputs = (
         lists, values, ids, root, known.before, known.strengths, table.keys, table.counts, table.single, table.followed
@@ -313,16 +298,16 @@ def build_transition_tree(
         values.shape[1], table.vocab_size, len(table.keys).bit_length() - 1, len(table.keys), *values.stride(),
         *ids.stride(),
     )  # fmt: skip
-    chained = chaining(values.device) if launch.chained else {"CHAINED": False}
-    shape = {"REACH": launch.reach, "CLASSES": launch.reach.bit_length(), **chained}
+    chained = chaining(values.device)
+    shape = {"REACH": reach, "CLASSES": reach.bit_length(), **chained}
     if depths:
-        _lists_kernel[(depths, triton.cdiv(_num_lists(launch.reach), launch.group))](
-            *inputs, *sizes, **shape, GROUP=launch.group, num_warps=launch.warps
+        _lists_kernel[(depths, triton.cdiv(_num_lists(reach), GROUP))](
+            *inputs, *sizes, **shape, GROUP=GROUP, num_warps=4
         )
     _grow_kernel[(1,)](
         *inputs, taken, out.token_ids, out.parents, out.depths, out.scores, out.num_nodes, budget, depths, *sizes,
-        **shape, CHAIN=chain, WARM=launch.warm, SLOTS=max(32, triton.next_power_of_2(budget)),
-        num_warps=launch.grow_warps,
+        **shape, CHAIN=chain, SLOTS=max(32, triton.next_power_of_2(budget)),
+        num_warps=1,  # more would make a missing list sooner and take turns later
     )  # fmt: skip
     block_i = 4
     _relate_kernel[(triton.cdiv(nodes, block_i),)](
