@@ -5,8 +5,9 @@
 A fixed set of requests (methods, budgets, temperatures, seeds, stops, lengths, long prompts) is drawn from at random. Each is
 run whole, as a stream, as a stream that is cancelled, or in turns with another one, and must repeat the text of its first, lone run;
 in float32 greedy texts must also be plain decoding's. A conversation runs alongside: at intervals its committed state must answer
-like a fresh prefill of the same tokens, and on a GPU the cache of free memory is emptied then: what is `held` after that is what
-must not grow. Every request is one line of requests.jsonl; verdict.json tells the end. The exit code is 1 if anything was wrong.
+like a fresh prefill of the same tokens, and on a GPU the cache of free blocks is emptied then: what is `held` after that
+must not grow. Every request is one line of requests.jsonl; verdict.json tells the end. The exit code is 1 if anything was
+wrong.
 """
 
 from __future__ import annotations
@@ -195,7 +196,7 @@ def memory(device: torch.device) -> dict[str, int]:
 
 
 def held(device: torch.device) -> dict[str, int]:
-    """Bytes of a GPU that the process cannot give back: what `memory` says once PyTorch's cache of free memory is empty."""
+    """Bytes of a GPU that the process cannot give back: `memory` once PyTorch's cache of free blocks is empty."""
     torch.cuda.synchronize(device)
     gc.collect()
     torch.cuda.empty_cache()
@@ -219,8 +220,8 @@ def growth(samples: list[dict[str, int]]) -> dict[str, int]:
 def soak(pair: Pair, minutes: float, seed: int, write) -> dict:
     """Run for so long; `write` takes each record. Returns the verdict.
 
-    Growth is judged by the resident memory of every record on a CPU, and by `held` alone on a GPU: there a long prompt leaves
-    much in PyTorch's cache, which comes back only when a graph is captured.
+    Growth is judged by the resident memory of every record on a CPU, and by `held` alone on a GPU: there a long prompt
+    leaves much in PyTorch's cache, which comes back only when a graph is captured.
     """
     run, started, samples, drifts, told = Soak(pair, seed), time.monotonic(), [], [], []
     device, kept = pair.target.device, []

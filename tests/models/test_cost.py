@@ -91,8 +91,8 @@ def test_B19_measured_peak_on_a_gpu(length):
         before = torch.cuda.memory_allocated()
         target.verify(tree_of(budget + 1), state)
         peaks[budget] = torch.cuda.max_memory_allocated() - before
-    # The masks and scores of the attention layers, not states: a few times nodes x (prefix + nodes). The library's attention
-    # also repeats one layer's keys and values for every query head, once for the whole tree: 33 MB at 32,000 tokens.
+    # The masks and scores of the attention layers, not states: a few times nodes x (prefix + nodes). The library's
+    # attention also repeats one layer's keys and values for every query head, once for a tree: 33 MB at 32,000 tokens.
     config = model.config
     for budget, peak in peaks.items():
         nodes = budget + 1
