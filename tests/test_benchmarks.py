@@ -1,11 +1,14 @@
 """Benchmarks of whole stages run on a tiny shape without a GPU, and their lines are what they say."""
 
+import importlib.util
 import inspect
+import itertools
 import json
 import re
 import runpy
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -55,3 +58,57 @@ def test_a_table_is_timed(lines_of):
     (line,) = lines_of("self_text.py", "--tokens", "1", "--batch", "2")
     assert line["tokens"] == 512 and line["batch"] == 2 and line["tokens_per_second"] > 0
     assert 0 < line["entries"] <= 1022 and line["table_bytes"] < 64e6
+
+
+@pytest.fixture
+def soak(monkeypatch):
+    """The soak as a module, with nothing to run: every request takes a second, and no state drifts."""
+    if not FOLDER.is_dir():
+        pytest.skip("benchmarks are not part of an installed package")
+    spec = importlib.util.spec_from_file_location("soak", FOLDER / "soak.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "soak", module)
+    spec.loader.exec_module(module)
+    nothing = SimpleNamespace(run_one=lambda: {"how": "whole"}, drift=lambda: 1e-7, faults=[], truth={})
+    monkeypatch.setattr(module, "Soak", lambda pair, seed: nothing)
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=itertools.count().__next__))
+    return module
+
+
+def soaked(soak, device: str) -> tuple[dict, list[dict]]:
+    lines: list[dict] = []
+    pair = SimpleNamespace(target=SimpleNamespace(device=torch.device(device)))
+    return soak.soak(pair, 10, 0, lines.append), lines
+
+
+@pytest.mark.parametrize("leak", [0, 1 << 20])
+def test_a_soak_judges_what_a_gpu_holds_when_its_cache_is_empty(soak, monkeypatch, leak):
+    cached, holds = itertools.count(1 << 30, 8 << 20), itertools.count(1 << 28, leak)
+    monkeypatch.setattr(soak, "memory", lambda device: {"allocated": 1 << 28, "reserved": next(cached)})
+    monkeypatch.setattr(soak, "held", lambda device: dict.fromkeys(("allocated", "reserved"), next(holds)))
+    monkeypatch.setattr(soak, "GROWTH_BYTES", {"cuda": 2 << 20})
+    verdict, lines = soaked(soak, "cuda")
+    checks = [line for line in lines if "held" in line]
+    assert [line["number"] for line in checks] == list(range(14, len(lines), 15)) and len(checks) > 10
+    assert all(line["drift"] == 1e-7 for line in checks) and all("reserved" in line for line in lines)
+    assert verdict["clean"] == (leak == 0)
+    assert verdict["growth_bytes"] == dict.fromkeys(("allocated", "reserved"), 5 * leak)  # five checks a quarter
+    assert verdict["held_first"] == checks[0]["held"] and verdict["held_last"] == checks[-1]["held"]
+    assert verdict["memory_peak"]["reserved"] == lines[-1]["reserved"]
+
+
+@pytest.mark.parametrize("leak", [0, 2 << 20])
+def test_a_soak_judges_a_processes_own_memory_on_a_cpu(soak, monkeypatch, leak):
+    resident = itertools.count(1 << 28, leak)
+    monkeypatch.setattr(soak, "memory", lambda device: {"resident": next(resident)})
+    verdict, lines = soaked(soak, "cpu")
+    assert verdict["clean"] == (leak == 0) and verdict["held_last"] is None
+    assert not any("held" in line for line in lines)
+
+
+def test_what_a_gpu_holds_is_asked_for_after_its_cache_is_emptied(soak, monkeypatch):
+    calls = []
+    for name in ("synchronize", "empty_cache", "memory_allocated", "memory_reserved"):
+        monkeypatch.setattr(torch.cuda, name, lambda *args, name=name: calls.append(name) or 7)
+    assert soak.held(torch.device("cuda")) == {"allocated": 7, "reserved": 7}
+    assert calls.index("synchronize") < calls.index("empty_cache") < calls.index("memory_allocated")

@@ -91,10 +91,14 @@ def test_B19_measured_peak_on_a_gpu(length):
         before = torch.cuda.memory_allocated()
         target.verify(tree_of(budget + 1), state)
         peaks[budget] = torch.cuda.max_memory_allocated() - before
-    # the masks and scores of the attention layers, not states: a few times nodes x (prefix + nodes)
+    # The masks and scores of the attention layers, not states: a few times nodes x (prefix + nodes). The library's
+    # attention also repeats one layer's keys and values for every query head, once for a tree: 33 MB at 32,000 tokens.
+    config = model.config
     for budget, peak in peaks.items():
         nodes = budget + 1
-        assert peak < 64 * nodes * (length + nodes) + 4096 * nodes + (16 << 20), peaks
+        rows = length + nodes
+        repeated = 2 * config.num_attention_heads * config.head_dim * 4 * rows
+        assert peak < 64 * nodes * rows + 4096 * nodes + repeated + (16 << 20), peaks
 
 
 def test_B57_every_further_node_may_wake_further_experts(attention_moe):
