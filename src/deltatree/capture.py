@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 
@@ -31,7 +32,7 @@ class Captured:
         if device.type != "cuda":
             return
         with torch.cuda.device(device), telling(f"preparing {what} (first use compiles kernels; cached afterwards)"):
-            stream = torch.cuda.Stream()
+            stream = _side_stream(torch.cuda.current_device())
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 for _ in range(2):
@@ -53,3 +54,9 @@ class Captured:
 def shared_pool(device: torch.device) -> object:
     """A memory pool for graphs that never run at the same time, or None on a CPU."""
     return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+
+
+@cache
+def _side_stream(index: int) -> torch.cuda.Stream:
+    """The stream of every warm-up on a device: the libraries keep a workspace for each stream that they ever saw."""
+    return torch.cuda.Stream(index)

@@ -45,3 +45,13 @@ def test_sessions_do_not_share_buffers(hybrid, tmp_path):
 def test_what_is_not_covered_is_said(hybrid, tmp_path):
     narrow = drafter_config(layer_types=["sliding_attention"] * 2, sliding_window=6)
     assert not FastDFlashDrafter.covers(tiny_drafter(tmp_path, hybrid, narrow))
+
+
+def test_buffers_that_were_made_first_are_lent_first(hybrid, tmp_path):
+    """So that they meet the target's again that they were captured with, whoever ended first."""
+    fast = FastDFlashDrafter(tiny_drafter(tmp_path, hybrid), context_length=64)
+    one, two = fast.start(), fast.start()
+    first = one.buffers
+    del one
+    del two  # the last one that came back
+    assert fast.start().buffers is first

@@ -4,6 +4,7 @@ import pytest
 import torch
 from tiny import ARCHITECTURES, VOCAB, tiny_model
 
+from deltatree.capture import Captured
 from deltatree.decode import Ending, Sampler, decode
 from deltatree.drafter import RandomDrafter, RightDrafter, WrongDrafter
 from deltatree.models import FastTarget, ReferenceTarget
@@ -77,3 +78,13 @@ def test_prefill_and_verify_agree_on_a_long_chain():
     target.prefill(tokens, fresh)
     error = (state.buffers.matrices - fresh.buffers.matrices).norm() / fresh.buffers.matrices.norm()
     assert state.length == fresh.length == 216 and error < 1e-4
+
+
+def test_captures_keep_one_workspace_however_many_there_are():
+    """The libraries' products keep a workspace for every stream that they were ever called on."""
+    x = torch.randn(64, 64, device="cuda")
+    out = torch.empty_like(x)
+    graphs = [Captured(lambda: torch.mm(x, x, out=out), x.device) for _ in range(2)]
+    before = torch.cuda.memory_allocated()
+    graphs += [Captured(lambda: torch.mm(x, x, out=out), x.device) for _ in range(40)]
+    assert torch.cuda.memory_allocated() - before < 8 << 20

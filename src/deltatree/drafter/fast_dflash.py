@@ -26,7 +26,8 @@ PROMPT_CHUNK = 2048  # rows of features that are appended at once
 class _Buffers:
     """One generation's context, [L, 1, HKV, capacity, D], and the inputs of a draft. Lent out again and again."""
 
-    def __init__(self, drafter: FastDFlashDrafter) -> None:
+    def __init__(self, drafter: FastDFlashDrafter, number: int) -> None:
+        self.number = number  # in the order in which they were made
         config, device, dtype = drafter.config, drafter.target.device, drafter.target.dtype
         rows = drafter.context_length + drafter.most_new + config.block_size
 
@@ -71,6 +72,7 @@ class FastDFlashDrafter:
         heads = config.num_heads * config.head_dim
         self.context_projection = torch.cat([projection[heads:] for projection in self.projections])
         self._free: list[_Buffers] = []
+        self._num_made = 0
         self._pool = shared_pool(device)
 
     @staticmethod
@@ -85,9 +87,14 @@ class FastDFlashDrafter:
         return FastSession(self, self.take_buffers())
 
     def take_buffers(self) -> _Buffers:
-        """Buffers of a session that has ended, or new ones."""
+        """Buffers of a session that has ended, or new ones. Of several the oldest, so that the same ones of the target come
+        together with them again: whole rounds are captured for both."""
         with torch.inference_mode():
-            buffers = self._free.pop() if self._free else _Buffers(self)
+            buffers = min(self._free, key=lambda free: free.number, default=None)
+            if buffers is None:
+                buffers, self._num_made = _Buffers(self, self._num_made), self._num_made + 1
+            else:
+                self._free.remove(buffers)
             buffers.clear()
         return buffers
 
