@@ -10,6 +10,8 @@ some twenty rounds, so that a change of subject is noticed; the others remember 
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
@@ -81,7 +83,7 @@ class AcceptanceModel:
     """Calibrated acceptance of drafted tokens. Shared by generations of one pair; every round teaches it."""
 
     def __init__(self) -> None:
-        # All terms in one array, so that a round teaches them with a handful of small operations.
+        # All terms in one array, so that all of them fade at once.
         self._terms, self._weights = np.zeros(_NUM_TERMS), np.zeros(_NUM_TERMS)
         self.slope[:] = LOGIT_SCALE
         self.bias[BELOW], self.slope[BELOW] = -1.0, 0.5 * LOGIT_SCALE
@@ -121,28 +123,23 @@ class AcceptanceModel:
 
     def learn(self, drafts: Drafts, path: list[int]) -> None:
         """Take in one round. path: the accepted nodes, from the root on; the children of all of them have been judged."""
-        visited = np.zeros(drafts.parents.size, dtype=bool)
-        visited[path] = True
-        judged = np.flatnonzero(visited[drafts.parents])
-        judged = judged[judged > 0]
         self._weights *= _KEPT
-        if not judged.size:
-            return
-        chances = self.given_parent(drafts)[judged]
-        kinds, depths, logits = (
-            drafts.kinds[judged],
-            np.minimum(drafts.depths[judged], MAX_DEPTH),
-            drafts.logits[judged],
-        )
-        missed, weight = visited[judged] - chances, chances * (1 - chances)
-        terms = np.concatenate([kinds, _KINDS + kinds * _DEPTHS + depths, _NUM_TERMS - _KINDS + kinds])
-        missed, weight = (
-            np.concatenate([missed, missed, missed * logits]),
-            np.concatenate([weight, weight, weight * logits**2]),
-        )
-        # Curvature seen so far beside the prior's: a Newton step divides by it.
-        self._weights += np.bincount(terms, weight, _NUM_TERMS)
-        step = np.bincount(terms, missed, _NUM_TERMS) / (self._weights + _PRIOR)
-        self._terms += 0.5 * step  # halved, because several terms mend the same miss
-        slope = self.slope
-        np.minimum(np.maximum(slope, 0.0, out=slope), 2 * LOGIT_SCALE, out=slope)
+        visited, missed, weights = set(path), defaultdict(float), defaultdict(float)  # the last two by term
+        kinds, depths, logits = drafts.kinds.tolist(), drafts.depths.tolist(), drafts.logits.tolist()
+        terms, parents = self._terms, drafts.parents.tolist()
+        for node in range(1, len(parents)):  # few of them are judged: quicker one by one than as arrays
+            if parents[node] not in visited:
+                continue
+            kind, logit = kinds[node], logits[node]
+            bias, slope = kind, _NUM_TERMS - _KINDS + kind
+            depth_bias = _KINDS + kind * _DEPTHS + min(depths[node], MAX_DEPTH)
+            chance = 1 / (1 + math.exp(-(terms[bias] + terms[depth_bias] + terms[slope] * logit)))
+            for term, scale in ((bias, 1.0), (depth_bias, 1.0), (slope, logit)):
+                missed[term] += ((node in visited) - chance) * scale
+                weights[term] += chance * (1 - chance) * scale**2
+        for term, miss in missed.items():
+            # Curvature seen so far beside the prior's: a Newton step divides by it.
+            self._weights[term] += weights[term]
+            terms[term] += 0.5 * miss / (self._weights[term] + _PRIOR[term])  # halved: several terms mend the same miss
+        slopes = self.slope
+        np.minimum(np.maximum(slopes, 0.0, out=slopes), 2 * LOGIT_SCALE, out=slopes)

@@ -74,8 +74,8 @@ class DraftTree:
 def chain_tree(token_ids: Sequence[int] | Tensor) -> DraftTree:
     """A tree without branches: token_ids[0] is the root, each other token follows the one before it."""
     tokens = torch.as_tensor(token_ids, dtype=torch.int64)
-    order = torch.arange(tokens.numel())
-    return DraftTree(tokens, order - 1, order)
+    depths = np.arange(tokens.numel())
+    return DraftTree(tokens, torch.from_numpy(depths - 1), torch.from_numpy(depths))
 
 
 def ancestors(tree: DraftTree) -> Tensor:
