@@ -99,3 +99,40 @@ def test_scores_are_those_of_the_prefixes_and_a_smaller_tree_is_the_beginning_of
     torch.testing.assert_close(scores_of(tree, log_probs), scores)
     smaller, _ = best_first_scored(log_probs, root=2, budget=9)
     assert torch.equal(smaller.token_ids, tree.token_ids[:10]) and torch.equal(smaller.parents, tree.parents[:10])
+
+
+def test_a_round_teaches_one_newton_step_over_the_judged_nodes():
+    """Term by term as arrays: curvature fades and grows, half a step each, and slopes stay within bounds."""
+    draw, model = np.random.default_rng(1), AcceptanceModel()
+    fades, priors = (0.94, 0.995, 0.995), (1.0, 6.0, 4.0)
+    held = [np.zeros(4), np.zeros(4 * 33), np.zeros(4)]
+    for _ in range(60):
+        parents = np.array([-1, *(int(draw.integers(0, node)) for node in range(1, 40))])
+        depths = np.zeros(40, dtype=np.int64)
+        for node in range(1, 40):
+            depths[node] = depths[parents[node]] + 1
+        drafts = Drafts.of(parents, depths, -3.0 * depths * draw.random())
+        path = path_of(parents, int(draw.integers(0, 40)))
+        judged = np.array([node for node in range(1, 40) if parents[node] in path])
+        chances = model.given_parent(drafts)[judged]
+        expected = [model.bias.copy(), model.depth_bias.ravel().copy(), model.slope.copy()]
+        kinds, logits = drafts.kinds[judged], drafts.logits[judged]
+        cells = kinds * 33 + np.minimum(depths[judged], 32)
+        missed = np.isin(judged, path) - chances
+        for theta, weight, at, scale, fade, prior in zip(
+            expected, held, (kinds, cells, kinds), (1.0, 1.0, logits), fades, priors, strict=True
+        ):
+            weight *= fade
+            weight += np.bincount(at, chances * (1 - chances) * scale**2, theta.size)
+            theta += 0.5 * np.bincount(at, missed * scale, theta.size) / (weight + prior)
+        model.learn(drafts, path)
+        expected[2] = expected[2].clip(0, 8)
+        for theta, found in zip(expected, (model.bias, model.depth_bias.ravel(), model.slope), strict=True):
+            np.testing.assert_allclose(found, theta, rtol=1e-12, atol=1e-14)
+
+
+def path_of(parents, node):
+    path = [node]
+    while path[-1]:
+        path.append(int(parents[path[-1]]))
+    return path[::-1]

@@ -10,6 +10,8 @@ some twenty rounds, so that a change of subject is noticed; the others remember 
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +23,10 @@ SPINE, BESIDE, BELOW, BELOW_BESIDE = range(4)
 MAX_DEPTH = 32
 """Depths beyond it share its bias."""
 
-_FORGET_FAST, _FORGET_SLOW = 0.94, 0.995  # a round
+_KINDS, _DEPTHS = 4, MAX_DEPTH + 1
+_NUM_TERMS = _KINDS * (_DEPTHS + 2)
+_TERMS = (_KINDS, _KINDS * _DEPTHS, _KINDS)  # biases, biases by depth, slopes
+_KEPT, _PRIOR = np.repeat([0.94, 0.995, 0.995], _TERMS), np.repeat([1.0, 6.0, 4.0], _TERMS)  # a round
 LOGIT_LIMIT, LOGIT_SCALE = 9.0, 4.0
 """Of a drafted token's log-odds: bound, and what they are divided by."""
 
@@ -66,37 +71,37 @@ def _scaled_logits(log_probs: np.ndarray) -> np.ndarray:
 
 def _kinds(parents: np.ndarray) -> np.ndarray:
     """Kind of every node; a first choice is the first of its parent's children."""
-    nodes = np.arange(parents.size)
-    first = np.zeros_like(nodes)  # child of every node, 0 for none
-    first[parents[::-1]] = nodes[::-1]  # of several, the last one that is written stays
-    is_other = first[parents] != nodes
-    children, spine = first.tolist(), [0]
-    while child := children[spine[-1]]:
-        spine.append(child)
-    is_below = np.ones(parents.size, dtype=bool)
-    is_below[spine] = False
-    kinds = BELOW * is_below[parents] + is_other  # BESIDE and BELOW_BESIDE follow SPINE and BELOW
-    kinds[0] = SPINE
-    return kinds
+    kinds, has_child = [SPINE], [False] * parents.size
+    for parent in parents[1:].tolist():
+        above = SPINE if kinds[parent] == SPINE else BELOW
+        kinds.append(above + has_child[parent])  # BESIDE and BELOW_BESIDE follow SPINE and BELOW
+        has_child[parent] = True
+    return np.array(kinds)
 
 
 class AcceptanceModel:
     """Calibrated acceptance of drafted tokens. Shared by generations of one pair; every round teaches it."""
 
     def __init__(self) -> None:
-        kinds, depths = 4, MAX_DEPTH + 1
-        self.bias, self.depth_bias, self.slope = (
-            np.zeros(kinds),
-            np.zeros((kinds, depths)),
-            np.full(kinds, LOGIT_SCALE),
-        )
+        # All terms in one array, so that all of them fade at once.
+        self._terms, self._weights = np.zeros(_NUM_TERMS), np.zeros(_NUM_TERMS)
+        self.slope[:] = LOGIT_SCALE
         self.bias[BELOW], self.slope[BELOW] = -1.0, 0.5 * LOGIT_SCALE
-        # Curvature seen so far beside the prior's: a Newton step divides by it.
-        self._bias_weight, self._depth_weight, self._slope_weight = (
-            np.zeros(kinds),
-            np.zeros((kinds, depths)),
-            np.zeros(kinds),
-        )
+
+    @property
+    def bias(self) -> np.ndarray:
+        """[kinds], to be written in place; as are the others."""
+        return self._terms[:_KINDS]
+
+    @property
+    def depth_bias(self) -> np.ndarray:
+        """[kinds, depths]."""
+        return self._terms[_KINDS:-_KINDS].reshape(_KINDS, _DEPTHS)
+
+    @property
+    def slope(self) -> np.ndarray:
+        """[kinds]."""
+        return self._terms[-_KINDS:]
 
     def given_parent(self, drafts: Drafts) -> np.ndarray:
         """[N] float64: probability that a node is accepted if its parent is; the root's is 1."""
@@ -118,32 +123,23 @@ class AcceptanceModel:
 
     def learn(self, drafts: Drafts, path: list[int]) -> None:
         """Take in one round. path: the accepted nodes, from the root on; the children of all of them have been judged."""
-        visited = np.zeros(drafts.parents.size, dtype=bool)
-        visited[path] = True
-        judged = np.flatnonzero(visited[drafts.parents])
-        judged = judged[judged > 0]
-        self._forget()
-        if not judged.size:
-            return
-        chances = self.given_parent(drafts)[judged]
-        kinds, depths, logits = (
-            drafts.kinds[judged],
-            np.minimum(drafts.depths[judged], MAX_DEPTH),
-            drafts.logits[judged],
-        )
-        missed, weight = visited[judged] - chances, chances * (1 - chances)
-        cells = kinds * self.depth_bias.shape[1] + depths
-        for theta, held, cell, scale, prior in (
-            (self.bias, self._bias_weight, kinds, 1.0, 1.0),
-            (self.depth_bias.ravel(), self._depth_weight.ravel(), cells, 1.0, 6.0),
-            (self.slope, self._slope_weight, kinds, logits, 4.0),
-        ):
-            held += np.bincount(cell, weight * scale**2, theta.size)
-            step = np.bincount(cell, missed * scale, theta.size) / (held + prior)
-            theta += 0.5 * step  # halved, because several terms mend the same miss
-        np.clip(self.slope, 0.0, 2 * LOGIT_SCALE, out=self.slope)
-
-    def _forget(self) -> None:
-        self._bias_weight *= _FORGET_FAST
-        self._depth_weight *= _FORGET_SLOW
-        self._slope_weight *= _FORGET_SLOW
+        self._weights *= _KEPT
+        visited, missed, weights = set(path), defaultdict(float), defaultdict(float)  # the last two by term
+        kinds, depths, logits = drafts.kinds.tolist(), drafts.depths.tolist(), drafts.logits.tolist()
+        terms, parents = self._terms, drafts.parents.tolist()
+        for node in range(1, len(parents)):  # few of them are judged: quicker one by one than as arrays
+            if parents[node] not in visited:
+                continue
+            kind, logit = kinds[node], logits[node]
+            bias, slope = kind, _NUM_TERMS - _KINDS + kind
+            depth_bias = _KINDS + kind * _DEPTHS + min(depths[node], MAX_DEPTH)
+            chance = 1 / (1 + math.exp(-(terms[bias] + terms[depth_bias] + terms[slope] * logit)))
+            for term, scale in ((bias, 1.0), (depth_bias, 1.0), (slope, logit)):
+                missed[term] += ((node in visited) - chance) * scale
+                weights[term] += chance * (1 - chance) * scale**2
+        for term, miss in missed.items():
+            # Curvature seen so far beside the prior's: a Newton step divides by it.
+            self._weights[term] += weights[term]
+            terms[term] += 0.5 * miss / (self._weights[term] + _PRIOR[term])  # halved: several terms mend the same miss
+        slopes = self.slope
+        np.minimum(np.maximum(slopes, 0.0, out=slopes), 2 * LOGIT_SCALE, out=slopes)

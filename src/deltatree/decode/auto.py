@@ -20,6 +20,7 @@ from functools import partial
 from itertools import accumulate
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from deltatree.decode.acceptance import AcceptanceModel, Drafts
@@ -216,7 +217,7 @@ class AutoBudget:
         tree, scores = self._scored(log_probs, root, min(budget, self.widest))
         nodes = self.choose(Drafts.of(tree.parents.numpy(), tree.depths.numpy(), scores.numpy()))
         if self.choice.is_chain:
-            self._built = chain_tree(tree.token_ids[nodes])
+            self._built = chain_tree(torch.from_numpy(tree.token_ids.numpy()[nodes]))
         else:
             self._built = DraftTree(*(field[: nodes.size] for field in (tree.token_ids, tree.parents, tree.depths)))
         return self._built

@@ -77,18 +77,24 @@ class RoundCosts:
         if self.captured:
             places = np.minimum(self.node_counts.searchsorted(num_nodes), self.node_counts.size - 1)
             return self.pace_factor * self._rising(doubling)[places]
-        if doubling not in self._fits:
-            self._fits[doubling] = self._fit(doubling)
+        constant, by_node, by_doubling = self._line(doubling)
         num_nodes = np.asarray(num_nodes)
-        constant, by_node, by_doubling = self.pace_factor * self._fits[doubling]
         return constant + by_node * (num_nodes - 1) + by_doubling * np.log2(num_nodes)
 
     def drafted_round(self, num_nodes: int, context: int) -> float:
-        """`drafted` of one size: quicker where sizes are captured."""
-        if not self.captured:
-            return float(self.drafted(np.array(num_nodes), context))
+        """`drafted` of one size, quicker."""
         self._reach(context)
-        return self.pace_factor * float(self._rising(_doubling(context))[self._place(num_nodes)])
+        doubling = _doubling(context)
+        if self.captured:
+            return self.pace_factor * float(self._rising(doubling)[self._place(num_nodes)])
+        constant, by_node, by_doubling = self._line(doubling)
+        return constant + by_node * (num_nodes - 1) + by_doubling * math.log2(num_nodes)
+
+    def _line(self, doubling: int) -> list[float]:
+        """Seconds at the present pace where costs lie on a smooth curve: a constant, by node, by doubling of the nodes."""
+        if doubling not in self._fits:
+            self._fits[doubling] = self._fit(doubling)
+        return [self.pace_factor * float(term) for term in self._fits[doubling]]
 
     def _rising(self, doubling: int) -> np.ndarray:
         """Seconds by node counts at the usual pace, never falling with them."""

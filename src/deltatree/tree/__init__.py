@@ -1,4 +1,4 @@
-"""Draft trees: what they are, which to build, and how far the target agrees. Torch only."""
+"""Draft trees: what they are, which to build, and how far the target agrees. Torch and NumPy only."""
 
 from deltatree.tree.accept import Acceptance, accept, walk
 from deltatree.tree.calibrated import Calibrated

@@ -11,11 +11,14 @@ def top_candidates(log_probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
     log_probs: [D, vocab]. Returns values [D, k] and token ids [D, k], on the CPU.
     """
     k = min(k, log_probs.shape[-1])
-    values, ids = log_probs.topk(k, dim=-1)
-    # topk breaks ties as it likes. Where the k-th value is shared by tokens left outside, sort the row in full.
-    crowded = ((log_probs >= values[:, -1:]).sum(-1) > k).tolist()
-    values, ids = values.cpu(), ids.cpu()
-    for row in (r for r, tied in enumerate(crowded) if tied):
+    values, ids = log_probs.topk(min(k + 1, log_probs.shape[-1]), dim=-1)
+    tied = values[:, 1:] == values[:, :-1]
+    crowded = tied[:, k - 1 :].any(-1).tolist() if tied.any() else None
+    values, ids = values[:, :k].cpu(), ids[:, :k].cpu()
+    if crowded is None:
+        return values, ids
+    # topk breaks ties as it likes. Where the k-th value is shared by a token left outside, sort the row in full.
+    for row in (r for r, is_crowded in enumerate(crowded) if is_crowded):
         full, order = log_probs[row].cpu().sort(descending=True, stable=True)
         values[row], ids[row] = full[:k], order[:k]
     ids, by_id = ids.sort(dim=-1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,12 +33,13 @@ class DraftTree:
                 f"a draft tree needs one parent and one depth per node and at least the root; got {n} tokens, "
                 f"parents {tuple(self.parents.shape)}, depths {tuple(self.depths.shape)}"
             )
-        if int(self.parents[0]) != -1 or int(self.depths[0]) != 0:
+        parents, depths = self.parents.numpy(), self.depths.numpy()  # a tensor's small operations take far longer
+        if parents[0] != -1 or depths[0] != 0:
             raise TreeError("node 0 is the root: its parent must be -1 and its depth 0")
-        parents = self.parents[1:]
-        if bool(((parents < 0) | (parents >= torch.arange(1, n))).any()):
+        before = parents[1:]
+        if ((before < 0) | (before >= np.arange(1, n))).any():
             raise TreeError("every parent must come before its children; build the tree in parent-first order")
-        if not torch.equal(self.depths[1:], self.depths[parents] + 1):
+        if (depths[1:] != depths[before] + 1).any():
             raise TreeError("a node's depth must be its parent's depth + 1")
 
     @classmethod
@@ -72,8 +74,8 @@ class DraftTree:
 def chain_tree(token_ids: Sequence[int] | Tensor) -> DraftTree:
     """A tree without branches: token_ids[0] is the root, each other token follows the one before it."""
     tokens = torch.as_tensor(token_ids, dtype=torch.int64)
-    order = torch.arange(tokens.numel())
-    return DraftTree(tokens, order - 1, order)
+    depths = np.arange(tokens.numel())
+    return DraftTree(tokens, torch.from_numpy(depths - 1), torch.from_numpy(depths))
 
 
 def ancestors(tree: DraftTree) -> Tensor:

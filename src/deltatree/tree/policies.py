@@ -12,6 +12,7 @@ import heapq
 from collections.abc import Callable
 from ctypes import c_float
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -74,8 +75,8 @@ def best_first_scored(log_probs: Tensor, *, root: int, budget: int) -> tuple[Dra
             heapq.heappush(heap, (-sibling, (*ranks[:-1], rank + 1), parent))
         if depth < num_depths:
             heapq.heappush(heap, (-_float32(scores[node] + value[depth][0]), (*ranks, 0), node))
-    tree = DraftTree(torch.tensor(tokens), torch.tensor(parents), torch.tensor(depths))
-    return tree, torch.tensor(scores, dtype=torch.float64)
+    tokens, parents, depths, scores = (torch.from_numpy(np.array(held)) for held in (tokens, parents, depths, scores))
+    return DraftTree(tokens, parents, depths), scores
 
 
 def scores_of(tree: DraftTree, log_probs: Tensor) -> Tensor:
