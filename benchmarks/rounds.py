@@ -53,7 +53,7 @@ from deltatree.capture import Captured
 from deltatree.decode.auto import AutoBudget, Experience
 from deltatree.decode.costs import RoundCosts
 from deltatree.device import DeviceRounds
-from deltatree.device.rounds import WIDEST
+from deltatree.device.rounds import budget_to_build
 from deltatree.drafter import FastDFlashDrafter
 from deltatree.drafter.fast_dflash import FastSession
 from deltatree.models import FastTarget
@@ -188,7 +188,7 @@ class Split:
         policy = self.policy
         policy.wants_draft(rounds.state.length + rounds.num_uncommitted, 1)
         policy.habit()
-        widest = next((size for size in WIDEST if size >= budget), budget)  # from which `auto` would take so many
+        widest = budget_to_build(budget, max(rounds.target.node_buckets) - 1)  # from which `auto` would take so many
         drafted = rounds.draft(widest, meanwhile=self._take_in_and_prepare)
         begun = time.perf_counter()
         size = len(policy.choose(drafted))

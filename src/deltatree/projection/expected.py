@@ -20,7 +20,7 @@ from deltatree.decode.auto import AutoBudget, Experience, without_look
 from deltatree.decode.calibration import _sizes, _spread
 from deltatree.decode.costs import NODE_COUNTS, RoundCosts
 from deltatree.decode.options import AUTO
-from deltatree.device.rounds import WIDEST
+from deltatree.device.rounds import budget_to_build
 from deltatree.projection.profiles import Profile
 from deltatree.projection.replay import FastReplayDrafter, planted
 from deltatree.tree import best_first, best_first_scored
@@ -281,7 +281,7 @@ class _Auto:
         if habit is None:
             wanted = min(policy.widest, self.most)
             if self.seconds.buckets is not None:
-                wanted = next((size for size in WIDEST if size >= wanted), wanted)
+                wanted = budget_to_build(wanted, self.most)
             size, is_chain = len(policy.choose(drafts.cut(1 + wanted))), policy.choice.is_chain
             self.now += self.seconds.choice
         else:
