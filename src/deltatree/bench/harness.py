@@ -221,13 +221,14 @@ class _Bench:
         """
         prompt_ids, pair = self.encode(self.samples[0], []), self.pair
         for arm in self.arms:
+            options = self.plan.options(arm)
             if arm.budget == AUTO:
-                options, experience = self.plan.options(arm), pair.experience()
+                experience = pair.experience()
                 _, auto, _ = plan_method(
                     options, pair.drafter, pair.target.vocab_size, experience, pair.transitions(options)
                 )
                 capture_choices(pair.target, pair.drafter, experience.costs, auto.policy, sampler_for(options))
-            for _ in pair.rounds(prompt_ids, self.plan.options(arm)):
+            for _ in pair.rounds(prompt_ids, options):
                 pass
         if pair.drafter is not None and hasattr(pair.target, "capture_commits"):
             pair.target.capture_commits(pair.drafter.depth + 1)

@@ -119,9 +119,10 @@ class FastTarget:
     def embed(self, token_ids: Tensor) -> Tensor:
         return self.reference.embed(token_ids)
 
-    def head(self, hidden: Tensor) -> Tensor:
+    def head(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """out: [n, vocab], written and returned instead of a new tensor, where hidden is [n, hidden]"""
         head = self.model.get_output_embeddings()
-        return product(hidden, head.weight, head.bias) if hidden.dim() == 2 else head(hidden)
+        return product(hidden, head.weight, head.bias, out) if hidden.dim() == 2 else head(hidden)
 
     def lock_step(self, batch: int, length: int) -> LockStep | None:
         """Up to `batch` sequences of up to `length` tokens side by side, fewer where memory is short; None if not one fits."""
@@ -182,7 +183,7 @@ class FastTarget:
             attend=partial(self._attend, nodes=nodes, buffers=buffers),
             tap=partial(self._tap, buffers.features[:count]),
         )
-        product(hidden, self.model.get_output_embeddings().weight, out=buffers.logits[:count])
+        self.head(hidden, out=buffers.logits[:count])
 
     def walk(
         self,

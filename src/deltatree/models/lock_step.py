@@ -105,8 +105,7 @@ class LockStep:
 
     def step(self) -> None:
         """One forward over one token of each sequence: reads `token_ids`, writes the states and `out`."""
-        hidden = self.target.walk(self.token_ids, recur=self._recur, attend=self._attend)
-        product(hidden, self.target.model.get_output_embeddings().weight, out=self.out)
+        self.target.head(self.target.walk(self.token_ids, recur=self._recur, attend=self._attend), out=self.out)
         self.positions += 1
 
     def _recur(self, w: PackedRecurrent, x: Tensor, index: int) -> Tensor:

@@ -31,7 +31,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor |
     is_small_head = (
         tokens <= MOST_TOKENS_OF_A_HEAD and rows * columns > MOST_NUMBERS and columns <= MOST_COLUMNS_OF_A_HEAD
     )
-    if (fits or is_small_head) and x.dtype == torch.bfloat16 and backend_for(x) == "triton":
+    if (fits or is_small_head) and _takes_kernels(x):
         return linear(x, weight, bias, out, chained=_chains(x))
     if out is None:
         return torch.nn.functional.linear(x, weight, bias)
@@ -41,9 +41,14 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor |
 def summed_later(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x weight^T + bias for a norm that adds it to the residual stream: [N, M], or [N, P, M] whose parts the norm adds up."""
     fits = bias is None and any(len(x) <= tokens and weight.numel() <= numbers for tokens, numbers in IN_PARTS)
-    if fits and x.dtype == torch.bfloat16 and backend_for(x) == "triton" and _chains(x):
+    if fits and _takes_kernels(x) and _chains(x):
         return linear_parts(x, weight)
     return torch.nn.functional.linear(x, weight, bias)
+
+
+def _takes_kernels(x: Tensor) -> bool:
+    """Whether the kernels that were measured can run on x at all."""
+    return x.dtype == torch.bfloat16 and backend_for(x) == "triton"
 
 
 def _chains(x: Tensor) -> bool:

@@ -25,6 +25,19 @@ EXACT = tl.constexpr("ieee" if torch.version.hip else "tf32x3")  # a float32 pro
 
 
 @triton.jit
+def _piece(x, weight, N, M, K, share, sxn, swm, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr):
+    """A program's rows m of the weight and tokens n, whether there are such, its columns, and where both begin."""
+    m = tl.program_id(0) * BLOCK_W + tl.arange(0, BLOCK_W)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    start = tl.program_id(2) * share
+    end = tl.minimum(start + share, K)
+    mm, mn = m < M, n < N
+    rows = weight + tl.where(mm, m, 0).to(tl.int64)[:, None] * swm  # rows beyond M: the first one, not stored
+    tokens = x + n[None, :] * sxn
+    return m, n, mm, mn, start, end, rows, tokens
+
+
+@triton.jit
 def _tile(rows, ks, swk, end, EVEN: tl.constexpr):
     """Columns ks of some rows of the weight."""
     where = rows + ks[None, :] * swk
@@ -49,13 +62,7 @@ def _linear_kernel(
     SHARES: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
     WIDEN: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    m = tl.program_id(0) * BLOCK_W + tl.arange(0, BLOCK_W)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    start = tl.program_id(2) * share
-    end = tl.minimum(start + share, K)
-    mm, mn = m < M, n < N
-    rows = weight + tl.where(mm, m, 0).to(tl.int64)[:, None] * swm  # rows beyond M: the first one, not stored
-    tokens = x + n[None, :] * sxn
+    m, n, mm, mn, start, end, rows, tokens = _piece(x, weight, N, M, K, share, sxn, swm, BLOCK_W, BLOCK_N)
     if CHAINED:
         if swk == 1:  # as much as may come while the kernel before finishes
             fetch_ahead(weight, m, mm, swm, start, tl.minimum(start + 512, end), BLOCK_K)
@@ -185,13 +192,7 @@ def _parts_kernel(
     EVEN: tl.constexpr, WIDEN: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One share of the columns for BLOCK_W rows of the weight, whose first HELD columns are there before the tokens are."""
-    m = tl.program_id(0) * BLOCK_W + tl.arange(0, BLOCK_W)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    start = tl.program_id(2) * share
-    end = tl.minimum(start + share, K)
-    mm, mn = m < M, n < N
-    rows = weight + tl.where(mm, m, 0).to(tl.int64)[:, None] * swm  # rows beyond M: the first one, not stored
-    tokens = x + n[None, :] * sxn
+    m, n, mm, mn, start, end, rows, tokens = _piece(x, weight, N, M, K, share, sxn, swm, BLOCK_W, BLOCK_N)
     ks = start + tl.arange(0, HELD)
     held = _tile(rows, ks, swk, end, EVEN)
     if CHAINED:
