@@ -39,13 +39,8 @@ _HABIT, _HABIT_LASTS = 16, 8  # looks before rounds may go unseen, and for how m
 _WORTH_MEMORY = 0.9  # of what sizes are worth, a choice
 _FEW_FEATURES = 32  # tokens that the drafter takes in beside drafting; a prompt takes a time of its own
 
-LOOK = 0.00026
+LOOK = 0.00013
 """Seconds that a round on the device takes longer where the host looks at its tree: a matter of the host, not of the target."""
-
-
-def without_look(seconds: float) -> float:
-    """What a round that was looked at would have taken as one piece of work."""
-    return max(seconds - LOOK, 0.5 * seconds)
 
 
 @dataclass
@@ -174,7 +169,6 @@ class AutoBudget:
         self._resting = self._since_plain = 0
         self._unseen = 0  # rounds since the last look at a tree
         self._drafted = False  # whether this round drafts
-        self._looks = False  # whether it waits for a look at its tree that it could do without
         self._context, self._is_typical, self._started = 0, True, 0.0
         self._seconds, self._prices = np.zeros(0), []  # of this round by its nodes; tokens that the seconds would bring
         self._drafts: Drafts | None = None  # that this round chose from; None where it saw none
@@ -194,7 +188,7 @@ class AutoBudget:
         self._started, self._context = self.experience.costs.clock(), context
         self._drafts = self.choice = self._unsettled = None
         self._prices = []
-        self._drafted = self._looks = False
+        self._drafted = False
         self._is_typical = num_features <= _FEW_FEATURES
         known, costs = self.experience, self.experience.costs
         if self._resting > 0:
@@ -271,7 +265,6 @@ class AutoBudget:
         found = None
         if self._unseen < _HABIT_LASTS:
             found = self.experience.habits.best(LOOK * self._rate())
-        self._looks = found is None
         if found is None:
             return None
         self._unseen += 1
@@ -329,18 +322,26 @@ class AutoBudget:
 
         return learn
 
-    def finish(self) -> None:
-        """The round is over: its time counts, unless the drafter read a prompt in it."""
+    @property
+    def rests(self) -> bool:
+        """Whether the next round will be a plain one, whatever this one brings."""
+        return self._resting > 0
+
+    def finish(self, seconds: float | None = None) -> None:
+        """The round is over: its time counts, unless the drafter read a prompt in it.
+
+        seconds: of its work where that was measured, pauses left out; otherwise the clock's since `wants_draft`
+        """
         costs = self.experience.costs
-        seconds = costs.clock() - self._started
+        if seconds is None:
+            seconds = costs.clock() - self._started
         self.settle()
         if not self._drafted:
             costs.learn_plain(seconds, self._context)
             return
         self._since_plain += 1
         if self._is_typical:
-            whole = without_look(seconds) if self._looks else seconds
-            costs.learn_drafted(self._num_nodes, whole, self._context)
+            costs.learn_drafted(self._num_nodes, seconds, self._context)
 
 
 def _most_worth(chances: Iterable[float], prices: Sequence[float], sizes: Sequence[int]) -> tuple[float, int]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from deltatree.decode.acceptance import Drafts
-from deltatree.decode.auto import AutoBudget, Choice, Experience, without_look
+from deltatree.decode.auto import AutoBudget, Choice, Experience
 from deltatree.decode.costs import NODE_COUNTS, RoundCosts
 from deltatree.decode.sampling import Sampler
 from deltatree.decode.stream import Ending, covers_device, decode
@@ -117,7 +117,7 @@ class _Schedule:
         self.sizes = [0, *node_counts] * _PASSES  # 0: plain
         self.num_sizes = 1 + len(node_counts)
         self.seconds: list[tuple[int, float]] = []
-        self._started, self._looks = 0.0, False
+        self._started = 0.0
 
     @property
     def is_done(self) -> bool:
@@ -136,7 +136,7 @@ class _Schedule:
             self.policy.begin(prompt_ids)
 
     def wants_draft(self, context: int, num_features: int) -> bool:
-        self._started, self._looks = self.clock(), False
+        self._started = self.clock()
         return self.sizes[len(self.seconds)] > 0
 
     def __call__(self, log_probs: Tensor, *, root: int, budget: int) -> DraftTree:
@@ -158,16 +158,16 @@ class _Schedule:
         return np.arange(min(self.sizes[len(self.seconds)], len(drafts)))
 
     def habit(self) -> None:
-        """Every round is looked at, and its time is told without the look."""
-        self._looks = True
+        """None: every round is looked at."""
 
     def lesson(self, path: list[int], num_nodes: int) -> Callable[[], None]:
         """Nothing: only times count here."""
         return lambda: None
 
-    def finish(self) -> None:
-        seconds = self.clock() - self._started
-        self.seconds.append((self.sizes[len(self.seconds)], without_look(seconds) if self._looks else seconds))
+    def finish(self, seconds: float | None = None) -> None:
+        """As `AutoBudget.finish`."""
+        took = self.clock() - self._started if seconds is None else seconds
+        self.seconds.append((self.sizes[len(self.seconds)], took))
 
     def result(self) -> tuple[float, dict[int, float]] | None:
         by_size: dict[int, list[float]] = {}
@@ -179,24 +179,18 @@ class _Schedule:
 
 
 class _Visits(_Schedule):
-    """Every choice once: trees of all sizes; where rounds stay on the device chains, too, and both as a habit."""
+    """Every choice once: trees of all sizes, and chains where rounds stay on the device."""
 
     def __init__(self, node_counts: list[int], depth: int, on_device: bool, policy: Callable[..., DraftTree]) -> None:
         super().__init__([], time.perf_counter, policy)
         chains = [(count, True) for count in node_counts if 1 < count <= depth + 1]
-        trees = [(count, False) for count in node_counts]
-        kinds = [(trees + chains, False), (trees[1:] + chains, True)] if on_device else [(trees, False)]
-        self.visits = [(0, False, False), *((*visit, unseen) for visits, unseen in kinds for visit in visits)]
-        self.sizes = [size for size, _, _ in self.visits]
+        self.visits = [(0, False), *((count, False) for count in node_counts), *(chains if on_device else [])]
+        self.sizes = [size for size, _ in self.visits]
 
     def choose(self, drafts: Drafts) -> np.ndarray:
-        size, is_chain, _ = self.visits[len(self.seconds)]
+        size, is_chain = self.visits[len(self.seconds)]
         self.choice = Choice([], 0.0, is_chain)
         return np.arange(min(size, len(drafts)))
-
-    def habit(self) -> tuple[int, bool] | None:
-        size, is_chain, unseen = self.visits[len(self.seconds)]
-        return (size, is_chain) if unseen else None
 
 
 def _sizes(buckets: Iterable[int], chain: int) -> list[int]:
@@ -233,7 +227,7 @@ def _describe(target: Target, drafter: Drafter, names: tuple[str, str | None], c
     device = target.device
     chip = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     return {
-        "version": 3,
+        "version": 4,
         "machine": hashlib.sha256(platform.node().encode()).hexdigest()[:16],
         "device": [device.type, chip, os.cpu_count(), torch.get_num_threads()],
         "versions": [torch.__version__, transformers.__version__],

@@ -34,6 +34,11 @@ class Ending:
     is_done: Callable[[list[int]], bool] | None = None
     new_ids: list[int] = field(default_factory=list)
 
+    @property
+    def num_left(self) -> int:
+        """New tokens that may still come."""
+        return self.max_new_tokens - len(self.new_ids)
+
     def cut(self, token_ids: list[int]) -> tuple[int, str | None]:
         """How many of these tokens belong to the text, and the reason if it ends with the last of them."""
         for count, token in enumerate(token_ids, start=1):
@@ -145,7 +150,8 @@ def decode(
     """Yield prefill and then every round, until the text ends. Closing the iterator early frees the state.
 
     build_tree: a tree policy; one that learns while running also has `begin(prompt_ids)` and `observe` (see `tree.policies`),
-        and one that chooses its budget `wants_draft(context, num_features)` before each round and `finish()` after it
+        and one that chooses its budget `wants_draft(context, num_features)` before each round and `finish(seconds)` after
+        it, with the device's time or None where only the clock knows
     conversation: where to continue from if the prompt extends it, and where to leave the state at the end or when closed
     """
     check_prompt(prompt_ids, target)
@@ -220,7 +226,7 @@ class _Rounds:
         done = (self._on_device if self.keeps_device else self._on_host)(last, may_draft)
         is_typical = self._num_captured() == captured  # else its time was that of a capture
         if is_typical and hasattr(self.build_tree, "finish"):
-            self.build_tree.finish()
+            self.build_tree.finish(None if self.device is None else self.device.seconds)
         return done
 
     def _on_device(self, last: Round, may_draft: bool) -> Round:
@@ -228,7 +234,8 @@ class _Rounds:
             self.device = device_loop(
                 self.target, self.state, self.session.inner, last, build_tree=self.build_tree, budget=self.budget
             )
-        done = self.device.round(self.ending.cut, may_draft=may_draft)
+        is_last = self.ending.num_left == 1
+        done = self.device.round(self.ending.cut, may_draft=may_draft, is_last=is_last)
         self.session.watch(done.acceptance_length, done.num_nodes)
         return done
 

@@ -83,10 +83,10 @@ class _Followed:
             self.policy.observe(tree, accepted, logits)
         self.marks["observed"] = time.perf_counter()
 
-    def finish(self) -> None:
+    def finish(self, seconds: float | None = None) -> None:
         ended = time.perf_counter()
         if hasattr(self.policy, "finish"):
-            self.policy.finish()
+            self.policy.finish(seconds)
         marks = self.marks
         self.row["seconds"] = {
             "draft": marks["draft"] - marks["begun"],

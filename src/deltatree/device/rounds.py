@@ -1,8 +1,10 @@
-"""Greedy rounds that stay on the device: captured work for a whole round, and one small record back to the host.
+"""Greedy rounds that stay on the device: two pieces of captured work a round, and one small record back to the host.
 
 The same round as `decode_round` (draft, build, verify, accept, commit), over the buffers of the fast target and the fast
-drafter, with one difference: a round's path is committed first thing in the next round, so that the host can still cut it
-where the text ends.
+drafter, with two differences. A round's path is committed first thing in the next verify, so that the host can still cut it
+where the text ends. And the first half of the next round, which touches nothing that a cut would have to take back, is
+launched before the record of this one is waited for: while the host reads, cuts, hands out the text and decides, the device drafts.
+A round without a draft is launched ahead as a whole after another one, for a path of one node is never cut.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -87,25 +90,25 @@ class RoundWork:
 
         return self.scratch("tree", new).first(count)
 
-    def round(self, count: int, chain: bool) -> None:
-        self.draft(count, chain)
-        self.verify(count)
+    def rest(self) -> None:
+        """No draft: give the drafter its features all the same, and place the root."""
+        context = self.context
+        if context is not None:
+            self.drafter.append(context, context.features, context.count)
+        self.tree(1).token_ids.copy_(self.bonus)
 
-    def draft(self, count: int, chain: bool) -> None:
-        """Commit the last round's path, give the drafter its features, draft and build."""
-        self.buffers.commit(self._path_size)
-        context, tree = self.context, self.tree(count)
-        if count == 1:
-            if context is not None:
-                self.drafter.append(context, context.features, context.count)
-            tree.token_ids.copy_(self.bonus)
-            return
-        self.drafter.draft(context)
-        self.trees.build(context.logits, self.bonus, tree, chain=chain)
+    def draft(self, count: int, chain: bool = False) -> None:
+        """Give the drafter its features, draft, and build the tree."""
+        self.drafter.draft(self.context)
+        self.lay(count, chain)
+
+    def lay(self, count: int, chain: bool) -> None:
+        """Build a tree or a chain from the draft; the tree's place is the same for all."""
+        self.trees.build(self.context.logits, self.bonus, self.tree(count), chain=chain)
 
     def offer(self, count: int) -> None:
         """Draft, and put what a choice needs in one piece for the host."""
-        self.draft(count, False)
+        self.draft(count)
         tree = self.tree(count)
         draft_record(
             tree.scores, tree.parents, tree.depths, num_nodes=tree.num_nodes, max_depth=self.max_depth,
@@ -117,13 +120,10 @@ class RoundWork:
         new = partial(torch.zeros, 5, count, dtype=torch.float64, device=self.target.device)
         return self.scratch(("drafted", count), new)
 
-    def verify_chain(self, count: int) -> None:
-        """Verify a chain instead of the tree: it takes its tokens from the same draft, and the tree's place."""
-        self.trees.build(self.context.logits, self.bonus, self.tree(count), chain=True)
-        self.verify(count)
-
     def verify(self, count: int) -> None:
-        """Verify the tree's first nodes, walk, learn, and leave path, steps, bonus and features where the next round finds them."""
+        """Commit the last round's path, verify the tree's first nodes, walk, learn, and leave path, steps, bonus and
+        features where the next round finds them."""
+        self.buffers.commit(self.max_depth + 1)
         tree = self.tree(count)
         buffers, walked = self.buffers, self.walked
         nodes = Nodes(tree.token_ids, tree.depths, tree.rows, tree.ancestors.view(torch.bool))
@@ -144,15 +144,78 @@ class RoundWork:
     def _depth(self) -> int:
         return USUAL_DEPTH if self.max_depth <= USUAL_DEPTH else MAX_DEPTH
 
-    @property
-    def _path_size(self) -> int:
-        return self.max_depth + 1
-
     def scratch(self, key, new: Callable[[], object]) -> object:
         if key not in self.buffers.scratch:
             with torch.inference_mode():
                 self.buffers.scratch[key] = new()
         return self.buffers.scratch[key]
+
+
+class Half(NamedTuple):
+    """The first half of a round: all before verify. It leaves the target's state alone."""
+
+    kind: str  # "draft"; "offer", a draft with a record to choose from; "rest", no draft
+    count: int  # nodes that it places, root included
+    is_chain: bool = False
+
+    def serves(self, wanted: Half) -> bool:
+        """Whether a round that wants another half can go on from this one. Trees stand best first, and every one has its root;
+        a chain is laid from any draft."""
+        if wanted.kind == "rest" or self == wanted:
+            return True
+        may_be_chosen_from = self.kind == "offer" and wanted.kind in ("draft", "offer")
+        return may_be_chosen_from and (wanted.is_chain or self.count >= wanted.count)
+
+
+REST = Half("rest", 1)
+
+
+class Span:
+    """Between two places of the device's stream, both of them passed when it is asked. On a CPU it knows nothing."""
+
+    def __init__(self, is_gpu: bool) -> None:
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * is_gpu)]
+
+    def __enter__(self) -> Span:
+        if self._events:
+            self._events[0].record()
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self._events:
+            self._events[1].record()
+
+    @property
+    def seconds(self) -> float | None:
+        return self._events[0].elapsed_time(self._events[1]) / 1e3 if self._events else None
+
+
+class Arrival:
+    """A record of the device on its way to the host.
+
+    held: where it comes to, and the same memory as an array
+    """
+
+    def __init__(self, record: Tensor, held: tuple[Tensor, np.ndarray]) -> None:
+        memory, self._array = held
+        memory.copy_(record, non_blocking=True)
+        self._event = torch.cuda.Event() if record.is_cuda else None
+        if self._event is not None:
+            self._event.record()
+
+    def wait(self) -> np.ndarray:
+        """The record, valid until the next but one of its kind is sent."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._array
+
+
+class Flight(NamedTuple):
+    """A round that was launched whole."""
+
+    count: int  # nodes that it verifies, root included
+    arrival: Arrival
+    spans: tuple[Span, Span]  # of its halves
 
 
 class DeviceRounds:
@@ -184,56 +247,86 @@ class DeviceRounds:
                 self.work.trees.begin(policy)
             self.bonus.fill_(bonus)
             self.buffers.steps.zero_()
+        self._is_gpu = target.device.type == "cuda"
         self._uncommitted: list[int] = []
+        self._half, self._drafting = REST, Span(self._is_gpu)  # of the round that runs
+        self._ahead: Half | None = None  # of the next round, launched already
+        self._flying: Flight | None = None  # the next round, launched already as a whole
+        self._flights = 0
+        self._spans: tuple[Span, ...] = ()  # of the last round that was read
 
-    def run(self, budget: int, *, chain: bool = False, meanwhile: Callable[[], None] = lambda: None) -> DeviceRound:
-        """A whole round as one piece of captured work.
-
-        budget: drafted nodes, 0 for plain decoding    meanwhile: what the host does while the device works
-        """
+    def half(self, budget: int, *, chain: bool = False, offer: bool = False) -> Half:
+        """The first half of a round that may verify `budget` drafted nodes. offer: of a tree to choose from"""
         count = self._count(budget, chain)
-        self._prepare(count)
-        work = self._captured("round", count, chain, partial(self.work.round, count, chain))
-        return self._finish(work, count, meanwhile)
+        return REST if count == 1 else Half("offer" if offer else "draft", count, chain)
+
+    def run(
+        self,
+        budget: int,
+        *,
+        chain: bool = False,
+        then: Half | None = None,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> DeviceRound:
+        """A whole round.
+
+        budget: drafted nodes, 0 for plain decoding
+        then: what to launch of the next round before this one's record is waited for, best what it will want; `REST`
+            promises a round without a draft, which is launched whole after another such
+        meanwhile: what the host does while the device works
+        """
+        if self._flying is None:
+            self._begin(self.half(budget, chain=chain))
+        return self._end(self._count(budget, chain), chain, then, meanwhile)
 
     def draft(self, budget: int, meanwhile: Callable[[], None] = lambda: None) -> Drafts:
-        """The first half of a round whose budget is chosen in between: commit, draft, build the widest tree.
+        """The first half of a round whose budget is chosen in between: draft, and build the widest tree.
 
         Returns its nodes, best ones first.
 
         meanwhile: what the host does while the device drafts
         """
-        count = self._count(budget, False)
-        self._prepare(count)
-        self._captured("draft", count, False, partial(self.work.offer, count))()
-        self._count_committed()
+        self._begin(self.half(budget, offer=True))
         meanwhile()
-        record = self._read(self.work.drafted(count), ("drafted", count))
+        record = self._offered.wait()
         kept = int(record[0, 0])
         parents, depths, kinds = record[2:, :kept].astype(np.int64)
         return Drafts(parents, depths, kinds, record[1, :kept].copy())
 
-    def verify(self, budget: int, *, chain: bool = False, meanwhile: Callable[[], None] = lambda: None) -> DeviceRound:
+    def verify(
+        self,
+        budget: int,
+        *,
+        chain: bool = False,
+        then: Half | None = None,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> DeviceRound:
         """The second half: verify the best `budget` nodes of the tree that `draft` built, and walk.
 
         chain: verify the drafter's most probable tokens in one line instead
-        meanwhile: what the host does while the device verifies
+        then, meanwhile: as for `run`
         """
-        count = self._count(budget, chain)
-        work = partial(self.work.verify_chain if chain else self.work.verify, count)
-        return self._finish(self._captured("verify", count, chain, work), count, meanwhile)
+        return self._end(self._count(budget, chain), chain, then, meanwhile)
+
+    @property
+    def seconds(self) -> float | None:
+        """What the last round's work took the device; None on a CPU."""
+        return sum(span.seconds for span in self._spans) if self._is_gpu else None
 
     @torch.inference_mode()
     def finish(self, kept: int) -> Tensor:
-        """Commit the first `kept` nodes of the last path, where the text ends. Returns their features, [kept, F]."""
+        """Commit the first `kept` nodes of the last path, where the text ends. Returns their features, [kept, F].
+
+        What was launched ahead comes to nothing. A path that a round without a draft has committed is no longer among them.
+        """
         path = self._uncommitted[:kept]
-        self._uncommitted = []
+        self._uncommitted, self._ahead, self._flying = [], None, None
         features = self.buffers.features[path].clone()
+        self.buffers.steps.fill_(len(path))
         if self.session is not None:
             self.session.waiting = 0  # the caller has them now
             self.session.buffers.count.zero_()
         if path:
-            self.buffers.steps.fill_(len(path))
             self.target.captured_commit(self.buffers, len(path))()
             self.state.length += len(path)
         return features
@@ -245,7 +338,7 @@ class DeviceRounds:
             self._count_committed()
 
     def _count_committed(self) -> None:
-        """The device has committed the last path."""
+        """The device has committed the last path, or will have before anything else that is launched."""
         self.state.length += len(self._uncommitted)
         self._uncommitted = []
 
@@ -259,58 +352,124 @@ class DeviceRounds:
         features = self.finish(self.num_uncommitted)
         return DeviceRounds(self.target, self.state, None, features, int(self.bonus))
 
-    def _finish(self, work: Captured, count: int, meanwhile: Callable[[], None] = lambda: None) -> DeviceRound:
-        """Run the work that ends a round and read its record."""
-        work()
-        meanwhile()
-        steps, _, *rest = self._read(self.work.walked.record, ("record", self.max_depth)).tolist()
-        path, tokens = rest[:steps], rest[self.max_depth + 1 :][:steps]
+    def _begin(self, wanted: Half) -> None:
+        """Have a round's first half on the device."""
+        half, self._ahead = self._ahead, None
+        if half is None or not half.serves(wanted):
+            if half is not None:
+                with torch.inference_mode():
+                    self.session.buffers.count.zero_()  # the context has what waited
+            half = wanted
+            self._launch_half(half)
+        self._half = half
+
+    def _launch_half(self, half: Half) -> None:
+        work = self._captured_half(half)
+        with Span(self._is_gpu) as self._drafting:
+            work()
+        if half.kind == "offer":
+            self._offered = self._send(self.work.drafted(half.count), "drafted", half.count)
+
+    def _launch_verify(self, count: int, chain: bool) -> Flight:
+        works = [self._captured("verify", count)]
+        if chain and not self._half.is_chain and count > 1:
+            works.insert(0, self._captured("chain", count))
         self._count_committed()
-        self._uncommitted = path
+        with Span(self._is_gpu) as verifying:
+            for work in works:
+                work()
+        self._flights += 1
+        arrival = self._send(self.work.walked.record, "record", self.max_depth, self._flights % 2)
+        return Flight(count, arrival, (self._drafting, verifying))
+
+    def _end(self, count: int, chain: bool, then: Half | None, meanwhile: Callable[[], None]) -> DeviceRound:
+        """Launch what ends a round, and what may begin the next one; read the record."""
+        flight, self._flying = self._flying, None
+        if flight is None:
+            flight = self._launch_verify(count, chain)
+        if then is not None and self._may_follow(then, count):
+            self._launch_half(then)
+            if then == REST and count == 1:
+                self._half, self._flying = then, self._launch_verify(1, False)
+            else:
+                self._ahead = then
+        meanwhile()
+        return self._land(flight)
+
+    def _may_follow(self, half: Half, count: int) -> bool:
+        """Whether a half can be launched before it is known how far this round goes: where nothing has to be captured first, and
+        the drafter's block has a place whatever is accepted."""
+        if self._key(half.kind, half.count, half.is_chain) not in self.buffers.graphs:
+            return False
+        if self.session is None:
+            return True
+        furthest = self.state.length + min(count, self.max_depth + 1)
+        return furthest + self.session.drafter.depth < self.session.drafter.context_length
+
+    def _land(self, flight: Flight) -> DeviceRound:
+        """Wait for a round's record, and take in what it says."""
+        steps, _, *rest = flight.arrival.wait().tolist()
+        path, tokens = rest[:steps], rest[self.max_depth + 1 :][:steps]
+        self._uncommitted, self._spans = path, flight.spans
         if self.session is not None:
             self.session.count(steps)
-        return DeviceRound(path, tokens, count)
+        if self._flying is not None:  # it commits this path, and has appended its features
+            self._count_committed()
+            if self.session is not None:
+                self.session.count(0)
+        return DeviceRound(path, tokens, flight.count)
 
-    def _read(self, record: Tensor, key) -> np.ndarray:
-        """A record of the device on the host, when it has arrived: one of the two waits of a round."""
-        is_gpu = record.is_cuda
-        held, array = self.work.scratch(("host", *key), partial(_on_host, record))
-        held.copy_(record, non_blocking=True)
-        if is_gpu:
-            torch.cuda.current_stream().synchronize()
-        return array
+    def _send(self, record: Tensor, *key) -> Arrival:
+        """Have a record copied to the host."""
+        return Arrival(record, self.work.scratch(("host", *key), partial(_on_host, record)))
 
-    def _captured(self, kind, count: int, chain: bool, work: Callable[[], None]) -> Captured:
-        """Captured work over these buffers. Its warm-up repeats a round, so the buffers' small registers are put back."""
-        trees = self.work.trees
-        key = ("round", kind, count, chain, None if self.session is None else id(self.session.buffers), trees.key)
+    def _key(self, kind: str, count: int, chain: bool = False) -> tuple:
+        """Of captured work over these buffers."""
+        context = None if self.session is None else id(self.session.buffers)
+        return "round", kind, count, chain, context, self.work.trees.key
+
+    def _captured_half(self, half: Half) -> Captured:
+        return self._captured(half.kind, half.count, half.is_chain)
+
+    def _captured(self, kind: str, count: int, chain: bool = False) -> Captured:
+        """Captured work over these buffers. Its warm-up repeats it, so the buffers' small registers are put back."""
+        key = self._key(kind, count, chain)
         if key not in self.buffers.graphs:
-            with torch.inference_mode():
-                self.target.num_captured += 1
-                self._commit_now()  # the warm-up writes the scratch that a waiting commit would read
-                registers = [self.buffers.steps, self.buffers.length, self.buffers.path, self.bonus, *trees.registers]
-                if self.session is not None:
-                    context = self.session.buffers
-                    registers += [context.length, context.count, context.features]
-                kept = [register.clone() for register in registers]
-
-                def nothing_yet() -> None:
-                    """Every pass of the warm-up leaves a path to commit, and the next one must not commit it."""
-                    self.buffers.steps.zero_()
-                    trees.pause()
-
-                what = f"rounds of {count} nodes"
-                quiet = torch.inference_mode()(work)  # where nothing is captured it runs as it is, every time
-                self.buffers.graphs[key] = Captured(
-                    quiet, self.target.device, self.target._pool, what=what, before=nothing_yet
-                )
-                for register, value in zip(registers, kept, strict=True):
-                    register.copy_(value)
+            self.buffers.graphs[key] = self._capture(kind, count, chain)
         return self.buffers.graphs[key]
 
-    def _prepare(self, count: int) -> None:
-        if count > 1:
-            self.session.prepare(self.state.length + self.num_uncommitted)
+    @torch.inference_mode()
+    def _capture(self, kind: str, count: int, chain: bool) -> Captured:
+        works = {
+            "rest": self.work.rest,
+            "draft": partial(self.work.draft, count, chain),
+            "offer": partial(self.work.offer, count),
+            "chain": partial(self.work.lay, count, True),
+            "verify": partial(self.work.verify, count),
+        }
+        trees, counts = self.work.trees, [self.buffers.steps]
+        self.target.num_captured += 1
+        if kind == "verify":
+            self._commit_now()  # the warm-up writes the scratch that a waiting commit would read
+        registers = [self.buffers.steps, self.buffers.length, self.buffers.path, self.bonus, *trees.registers]
+        if self.session is not None:
+            context = self.session.buffers
+            counts.append(context.count)
+            registers += [context.length, context.count, context.features]
+        kept = [register.clone() for register in registers]
+
+        def nothing_yet() -> None:
+            """Every pass of the warm-up leaves something to commit and to append, which the next one must not."""
+            for number in counts:
+                number.zero_()
+            trees.pause()
+
+        quiet = torch.inference_mode()(works[kind])  # where nothing is captured it runs as it is, every time
+        what = f"rounds of {count} nodes"
+        captured = Captured(quiet, self.target.device, self.target._pool, what=what, before=nothing_yet)
+        for register, value in zip(registers, kept, strict=True):
+            register.copy_(value)
+        return captured
 
     def _count(self, budget: int, chain: bool) -> int:
         return 1 + (min(budget, self.max_depth) if chain else budget if self.max_depth else 0)
@@ -358,16 +517,22 @@ class DeviceLoop:
         drafts = sampler.draft_processor is None and sampler.draft_filter is None
         return plain and drafts and has_device_tree(build_tree)
 
-    def round(self, cut: Callable[[list[int]], tuple[int, str | None]], *, may_draft: bool) -> Round:
-        """One round. cut: how many of the new tokens to keep, and why the text ends. may_draft: the block has a place."""
+    def round(
+        self, cut: Callable[[list[int]], tuple[int, str | None]], *, may_draft: bool, is_last: bool = False
+    ) -> Round:
+        """One round.
+
+        cut: how many of the new tokens to keep, and why the text ends    may_draft: the drafter's block has a place
+        is_last: the text ends with it in any case
+        """
         if self.rounds.session is not None and not may_draft:
             self.rounds = self.rounds.without_session()
         if self.rounds.session is None:
-            done = self._plain()
+            done = self._plain(is_last)
         elif hasattr(self.policy, "choose"):
-            done = self._chosen()
+            done = self._chosen(is_last)
         else:
-            done = self.rounds.run(self.budget, chain=self.is_chain)
+            done = self.rounds.run(self.budget, chain=self.is_chain, then=self._next(is_last))
         kept, ended = cut(done.token_ids)
         if ended is not None:
             self._take_in()
@@ -380,25 +545,43 @@ class DeviceLoop:
         """Committed tokens, those of the last path included."""
         return self.state.length + self.rounds.num_uncommitted
 
-    def _plain(self) -> DeviceRound:
+    @property
+    def seconds(self) -> float | None:
+        """What the last round's work took the device, pauses left out; None on a CPU."""
+        return self.rounds.seconds
+
+    def _next(self, is_last: bool) -> Half | None:
+        """What the next round will most likely want first."""
+        policy, rounds = self.policy, self.rounds
+        if is_last:
+            return None
+        if rounds.session is None or getattr(policy, "rests", False):
+            return REST
+        if hasattr(policy, "choose"):
+            return rounds.half(budget_to_build(policy.widest, self.budget), offer=True)
+        return rounds.half(self.budget, chain=self.is_chain)
+
+    def _plain(self, is_last: bool) -> DeviceRound:
         if hasattr(self.policy, "wants_draft"):
             self.policy.wants_draft(self.length, 0)
-        return self.rounds.run(0)
+        return self.rounds.run(0, then=self._next(is_last))
 
-    def _chosen(self) -> DeviceRound:
+    def _chosen(self, is_last: bool) -> DeviceRound:
         """Draft, let the policy choose by the scores, verify what it chose."""
         policy, rounds = self.policy, self.rounds
         if not policy.wants_draft(self.length, rounds.session.waiting):
-            return rounds.run(0, meanwhile=self._take_in)
+            return rounds.run(0, then=self._next(is_last), meanwhile=self._take_in)
         habit = policy.habit()
         if habit is not None:
             size, is_chain = habit
-            done = rounds.run(self._filled(size, is_chain) - 1, chain=is_chain, meanwhile=self._take_in)
+            budget = self._filled(size, is_chain) - 1
+            done = rounds.run(budget, chain=is_chain, then=self._next(is_last), meanwhile=self._take_in)
         else:
             drafted = rounds.draft(budget_to_build(policy.widest, self.budget), meanwhile=self._take_in_and_prepare)
             size = len(policy.choose(drafted))
             is_chain = policy.choice.is_chain
-            done = rounds.verify(self._filled(size, is_chain) - 1, chain=is_chain, meanwhile=policy.settle)
+            budget = self._filled(size, is_chain) - 1
+            done = rounds.verify(budget, chain=is_chain, then=self._next(is_last), meanwhile=policy.settle)
         self._learn = policy.lesson(done.path[:size], size)
         return done
 

@@ -180,8 +180,10 @@ class FastSession:
     @torch.inference_mode()
     def place(self, features: Tensor) -> None:
         """Take over the features of committed tokens, [n, F]: long ones go into the context by chunks, the last
-        `most_new` rows wait in the buffers for the next draft, which appends them itself."""
+        `most_new` rows wait in the buffers for the next draft, which appends them itself. What a draft that came to nothing
+        has appended is forgotten."""
         drafter, buffers = self.drafter, self.buffers
+        buffers.length.fill_(self.length)
         before = max(0, len(features) - drafter.most_new)
         for start in range(0, before, PROMPT_CHUNK):
             part = features[start : min(start + PROMPT_CHUNK, before)]

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from deltatree.decode.acceptance import Drafts
-from deltatree.decode.auto import AutoBudget, Experience, without_look
+from deltatree.decode.auto import AutoBudget, Experience
 from deltatree.decode.calibration import _sizes, _spread
 from deltatree.decode.costs import NODE_COUNTS, RoundCosts
 from deltatree.decode.options import AUTO
@@ -252,10 +252,11 @@ class _Auto:
         buckets, depth = seconds.buckets, text.profile.depth
         sizes = _sizes(buckets or NODE_COUNTS, depth + 1)
         costs = RoundCosts(sizes, captured=buckets is not None, clock=lambda: self.now)
-        measured = {size: without_look(seconds.tree(size) + seconds.choice) for size in _spread(costs)}
+        measured = {size: seconds.tree(size) for size in _spread(costs)}
         costs.set_curves(seconds.plain, measured)
         self.experience, self.most = Experience(costs), int(costs.node_counts[-1]) - 1
         self._learn: Callable[[], None] = lambda: None
+        self._paused = 0.0  # seconds of the round in which the device waited for the choice
 
     def begin(self) -> None:
         """A generation begins."""
@@ -264,14 +265,14 @@ class _Auto:
 
     def round(self, place: int) -> tuple[int, int]:
         """Tokens that a round emits there, and its nodes, root included."""
-        policy = self.policy
+        policy, began, self._paused = self.policy, self.now, 0.0
         if policy.wants_draft(place % _FAR, 1):
             length, size = self._drafted(self.text.place(place))
         else:
             self._take_in()
             self.now += self.seconds.plain
             length, size = 1, 1
-        policy.finish()
+        policy.finish(self.now - began - self._paused)
         return length, size
 
     def _drafted(self, here: Place) -> tuple[int, int]:
@@ -283,7 +284,8 @@ class _Auto:
             if self.seconds.buckets is not None:
                 wanted = budget_to_build(wanted, self.most)
             size, is_chain = len(policy.choose(drafts.cut(1 + wanted))), policy.choice.is_chain
-            self.now += self.seconds.choice
+            self._paused = self.seconds.choice
+            self.now += self._paused
         else:
             size, is_chain = habit
         if is_chain:
