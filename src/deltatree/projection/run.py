@@ -222,7 +222,8 @@ class _Projection:
         return sum(getattr(part, "num_captured", 0) for part in (self.target, self.drafts))
 
     def _now(self) -> float:
-        if self.target.device.type == "cuda":
+        """The time when all work is done. Rounds on the device end when their record arrives: the next draft may run on."""
+        if self.target.device.type == "cuda" and not self.is_on_device:
             torch.cuda.synchronize(self.target.device)
         return time.perf_counter()
 
