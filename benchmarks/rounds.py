@@ -54,12 +54,10 @@ from deltatree.decode.auto import AutoBudget, Experience
 from deltatree.decode.costs import RoundCosts
 from deltatree.device import DeviceRounds
 from deltatree.device.rounds import budget_to_build
-from deltatree.drafter import FastDFlashDrafter
-from deltatree.drafter.fast_dflash import FastSession
 from deltatree.models import FastTarget
 from deltatree.models.shapes import SHAPES
 from deltatree.projection.profiles import PROFILES, Profile, parse_profile
-from deltatree.projection.replay import FastReplayDrafter, ReplayDrafter, planted
+from deltatree.projection.replay import FastReplayDrafter, ReplayDrafter
 from deltatree.projection.shapes import target_and_drafter
 from deltatree.tree import best_first
 
@@ -70,31 +68,6 @@ LONG_PAUSE = 30.0  # microseconds
 AHEAD = 1_000_000  # cycles that the device is kept busy: more than a launch takes
 
 
-class PlantedDrafter(FastReplayDrafter):
-    """A replay drafter whose plants for every length lie on the device."""
-
-    def plant(self, profile: Profile, text: list[int]) -> None:
-        """text: what the target writes, prompt first"""
-        tokens = torch.zeros(len(text), *self.tokens.shape, dtype=torch.int64)
-        logits = torch.full((len(text), *self.logits.shape), self.LOWEST)
-        for length in range(1, len(text)):
-            following = text[length + 1 : length + 1 + profile.depth]
-            chosen, chances = planted(profile, following, self.target.vocab_size, f"0 {length}")
-            tokens[length, : profile.depth] = torch.tensor(chosen)
-            logits[length, : profile.depth] = torch.tensor(chances).clamp_(min=1e-6).log_()
-        self.table = tokens.to(self.tokens.device), logits.to(self.logits)
-
-    def start(self) -> FastSession:
-        return FastSession(self, self.take_buffers())
-
-    def draft(self, buffers) -> None:
-        FastDFlashDrafter.draft(self, buffers)
-        tokens, logits = self.table
-        place = buffers.length.clamp(max=len(tokens) - 1)
-        buffers.logits.fill_(self.LOWEST)
-        buffers.logits.scatter_(1, tokens.index_select(0, place)[0], logits.index_select(0, place)[0])
-
-
 class Bench:
     """A target that counts upwards and a drafter that knows, and generations of them that all start from one prompt."""
 
@@ -103,13 +76,12 @@ class Bench:
         self.target: FastTarget
         self.on_gpu = self.target.device.type == "cuda"
         vocab_size, device = self.target.vocab_size, self.target.device
-        self.drafter = PlantedDrafter(ReplayDrafter(profile, vocab_size, device, timed))
         draw = random.Random(0)
         self.prompt = [draw.randrange(vocab_size) for _ in range(context)]
         upwards = range(self.prompt[-1] + 1, self.prompt[-1] + 2 + num_tokens)
         self.text = [*self.prompt, *(token % vocab_size for token in upwards)]
-        with torch.inference_mode():
-            self.drafter.plant(profile, self.text)
+        self.drafter = FastReplayDrafter(ReplayDrafter(profile, vocab_size, device, timed, text=self.text))
+        self.drafter.plant(range(context, len(self.text)))
 
     def start(self) -> DeviceRounds:
         state = self.target.new_state()

@@ -7,7 +7,12 @@ run whole, as a stream, as a stream that is cancelled, or in turns with another 
 in float32 greedy texts must also be plain decoding's. A conversation runs alongside: at intervals its committed state must answer
 like a fresh prefill of the same tokens, and on a GPU the cache of free blocks is emptied then: what is `held` after that
 must not grow. Every request is one line of requests.jsonl; verdict.json tells the end. The exit code is 1 if anything was
-wrong.
+wrong. On SIGTERM it ends behind the running request, with a whole verdict.
+
+With --pause FILE the GPU can be lent to others meanwhile: as long as FILE exists, the soak waits between two requests, nothing
+runs on the device, and no time counts. While it really waits, FILE.waiting exists, too:
+
+    touch FILE; until [ -e FILE.waiting ]; do sleep 0.1; done; ANOTHER PROGRAM; rm FILE
 """
 
 from __future__ import annotations
@@ -17,9 +22,12 @@ import gc
 import itertools
 import json
 import random
+import signal
 import sys
+import threading
 import time
 import warnings
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +45,7 @@ from deltatree.tree import chain_tree
 MIB = 1 << 20
 SETTLING = 0.25  # of the time, before memory is judged
 GROWTH_BYTES = {"cuda": 16 * MIB, "cpu": 96 * MIB}  # of the middle of the last quarter over that of the one before it
+LOOK_SECONDS = 0.1  # between two looks whether a pause is over
 CHECK_EVERY = 15  # requests between two looks at the conversation's state, and at what memory is held
 DRIFT = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.02}  # relative, of the next token's logits
 
@@ -217,13 +226,52 @@ def growth(samples: list[dict[str, int]]) -> dict[str, int]:
     }
 
 
-def soak(pair: Pair, minutes: float, seed: int, write) -> dict:
+class Clock:
+    """The time that was worked: it stands still while there is a file `pause`."""
+
+    def __init__(self, pause: Path | None, is_stopped: Callable[[], bool]) -> None:
+        self.pause, self.is_stopped, self.pauses = pause, is_stopped, []
+        self.waiting = pause and pause.with_name(f"{pause.name}.waiting")
+        if pause:
+            self.waiting.unlink(missing_ok=True)
+        self.started = time.monotonic()
+
+    def seconds(self) -> float:
+        return time.monotonic() - self.started
+
+    def wait(self, device: torch.device, number: int) -> None:
+        """As long as the file is there and nobody stops the soak. number: of the request before"""
+        if self.pause is None or not self.pause.exists():
+            return
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        began = time.monotonic()
+        self.waiting.touch()
+        while self.pause.exists() and not self.is_stopped():
+            time.sleep(LOOK_SECONDS)
+        self.waiting.unlink(missing_ok=True)
+        took = time.monotonic() - began
+        self.started += took
+        self.pauses.append({"after_request": number, "seconds": round(took, 3)})
+
+
+def soak(
+    pair: Pair,
+    minutes: float,
+    seed: int,
+    write: Callable[[dict], object],
+    *,
+    pause: Path | None = None,
+    is_stopped: Callable[[], bool] = lambda: False,
+) -> dict:
     """Run for so long; `write` takes each record. Returns the verdict.
+
+    pause: a file; while it exists, nothing runs and no time counts    is_stopped: asked after each request: is this the end?
 
     Growth is judged by the resident memory of every record on a CPU, and by `held` alone on a GPU: there a long prompt
     leaves much in PyTorch's cache, which comes back only when a graph is captured.
     """
-    run, started, samples, drifts, told = Soak(pair, seed), time.monotonic(), [], [], []
+    run, clock, samples, drifts, told = Soak(pair, seed), Clock(pause, is_stopped), [], [], []
     device, kept = pair.target.device, []
     for number in itertools.count():
         with warnings.catch_warnings(record=True) as caught:
@@ -234,7 +282,7 @@ def soak(pair: Pair, minutes: float, seed: int, write) -> dict:
             if "plain decoding" in told[-1]:
                 run.faults.append(told[-1])
         samples.append(memory(device))
-        record |= {"number": number, "seconds": round(time.monotonic() - started, 3), **samples[-1]}
+        record |= {"number": number, "seconds": round(clock.seconds(), 3), **samples[-1]}
         if number % CHECK_EVERY == CHECK_EVERY - 1:
             record["drift"] = run.drift()
             drifts += [record["drift"]] if record["drift"] is not None else []
@@ -242,7 +290,10 @@ def soak(pair: Pair, minutes: float, seed: int, write) -> dict:
                 record["held"] = held(device)
                 kept.append(record["held"])
         write(record | {"faults": len(run.faults)})
-        if time.monotonic() - started >= 60 * minutes:
+        if is_stopped() or clock.seconds() >= 60 * minutes:
+            break
+        clock.wait(device, number)
+        if is_stopped():
             break
     grown = growth(kept if device.type == "cuda" else samples)
     limit = GROWTH_BYTES[device.type]
@@ -250,7 +301,9 @@ def soak(pair: Pair, minutes: float, seed: int, write) -> dict:
     return {
         "clean": not run.faults,
         "faults": run.faults[:50],
-        "minutes": round((time.monotonic() - started) / 60, 2),
+        "minutes": round(clock.seconds() / 60, 2),
+        "pauses": clock.pauses,
+        "stopped": is_stopped(),
         "requests": number + 1,
         "distinct_requests": len(run.truth),
         "state_checks": len(drifts),
@@ -276,13 +329,18 @@ def main() -> int:
     parser.add_argument("--dtype", help="float32 by default, in which texts must be identical")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="folder for requests.jsonl and verdict.json")
-    asked = parser.parse_args()
+    parser.add_argument("--pause", type=Path, metavar="FILE", help="wait between two requests while this file exists")
+    asked, stopped = parser.parse_args(), threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stopped.set())
     how = dict(device=asked.device, dtype=asked.dtype or "float32", backend=asked.backend)
     pair = deltatree.load(asked.target, asked.drafter, **how)
     if asked.out:
         asked.out.mkdir(parents=True, exist_ok=True)
     with open(asked.out / "requests.jsonl" if asked.out else "/dev/null", "w", encoding="utf-8") as file:
-        verdict = soak(pair, asked.minutes, asked.seed, lambda record: print(json.dumps(record), file=file, flush=True))
+        verdict = soak(
+            pair, asked.minutes, asked.seed, lambda record: print(json.dumps(record), file=file, flush=True),
+            pause=asked.pause, is_stopped=stopped.is_set,
+        )  # fmt: skip
     verdict |= {
         "command": f"python benchmarks/soak.py {' '.join(sys.argv[1:])}",
         "target": asked.target,

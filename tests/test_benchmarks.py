@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 import runpy
+import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -112,3 +113,59 @@ def test_what_a_gpu_holds_is_asked_for_after_its_cache_is_emptied(soak, monkeypa
         monkeypatch.setattr(torch.cuda, name, lambda *args, name=name: calls.append(name) or 7)
     assert soak.held(torch.device("cuda")) == {"allocated": 7, "reserved": 7}
     assert calls.index("synchronize") < calls.index("empty_cache") < calls.index("memory_allocated")
+
+
+def test_a_soak_stands_still_while_a_file_exists(soak, monkeypatch, tmp_path):
+    """The clock ticks at each look: two a request and one more around a pause, so that 20 seconds are nine requests."""
+    pause, lines, waited = tmp_path / "pause", [], []
+
+    def sleep(seconds):
+        waited.append((len(lines), (tmp_path / "pause.waiting").exists()))
+        for _ in range(1000):  # which would be the end if they counted
+            soak.time.monotonic()
+        if len(waited) % 2 == 0:
+            pause.unlink()
+
+    def write(record):
+        lines.append(record)
+        if len(lines) in (2, 5):
+            pause.touch()
+
+    monkeypatch.setattr(soak.time, "sleep", sleep, raising=False)
+    monkeypatch.setattr(soak, "memory", lambda device: {"resident": 0})
+    pair = SimpleNamespace(target=SimpleNamespace(device=torch.device("cpu")))
+    verdict = soak.soak(pair, 20 / 60, 0, write, pause=pause)
+    assert waited == [(2, True), (2, True), (5, True), (5, True)] and not list(tmp_path.iterdir())
+    assert verdict["pauses"] == [{"after_request": number, "seconds": 2001} for number in (1, 4)]
+    assert verdict["requests"] == len(lines) == 9 and verdict["minutes"] == pytest.approx(21 / 60, abs=0.02)
+    seconds = [line["seconds"] for line in lines]
+    assert seconds == sorted(seconds) and seconds[-1] < 22 and verdict["clean"] and not verdict["stopped"]
+
+
+@pytest.mark.parametrize("faults", [[], ["another text"]])
+@pytest.mark.parametrize("is_paused", [False, True])
+def test_a_soak_that_is_told_to_end_leaves_a_whole_verdict(soak, monkeypatch, tmp_path, faults, is_paused):
+    """At its third request, or while it waits behind the first one."""
+    target = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32)
+    monkeypatch.setattr(soak.deltatree, "load", lambda *names, **how: SimpleNamespace(target=target))
+    monkeypatch.setattr(soak.time, "sleep", lambda seconds: signal.raise_signal(signal.SIGTERM), raising=False)
+    arguments = ["soak.py", "--out", str(tmp_path / "out"), "--pause", str(tmp_path / "pause")]
+    monkeypatch.setattr(sys, "argv", arguments)
+    run, former = soak.Soak(None, 0), signal.getsignal(signal.SIGTERM)
+    run.faults += faults
+    requests = itertools.count(1)
+    monkeypatch.setattr(
+        run, "run_one", lambda: {"how": "whole"} if next(requests) < 3 else signal.raise_signal(signal.SIGTERM) or {}
+    )
+    if is_paused:
+        (tmp_path / "pause").touch()
+    try:
+        code = soak.main()
+    finally:
+        signal.signal(signal.SIGTERM, former)
+    verdict = json.loads((tmp_path / "out" / "verdict.json").read_text())
+    lines = (tmp_path / "out" / "requests.jsonl").read_text().splitlines()
+    assert verdict["stopped"] and verdict["requests"] == len(lines) == (1 if is_paused else 3)
+    assert code == len(faults) and verdict["faults"] == faults and verdict["clean"] == (not faults)
+    assert len(verdict["pauses"]) == is_paused and {"growth_bytes", "versions", "memory_peak"} <= verdict.keys()
+    assert not (tmp_path / "pause.waiting").exists()

@@ -195,7 +195,7 @@ class FastSession:
         buffers.count.fill_(self.waiting)
 
     def prepare(self, length: int) -> None:
-        """Called before every draft on the device; for sessions that stand in for this one. length: committed tokens."""
+        """Nothing; it goes when rounds no longer call it."""
 
     def count(self, waiting: int) -> None:
         """The captured work has appended what waited; `waiting` rows are in the buffers now."""

@@ -30,6 +30,9 @@ NOTE = (
     "random weights route to more experts than real text does, so that trees look dearer here on a mixture of experts"
 )
 
+LEARNING = 256
+"""Tokens, of an unknown text, that the rounds stay below in which costs are measured and choices captured."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProjectionPlan:
@@ -166,13 +169,12 @@ class _Projection:
 
     def run(self, arm: Arm, prompt: list[int], text: list[int]) -> _Pass:
         """One generation. What it takes to tell the drafter of a departure is not counted."""
-        result, emitted, self.drafter.text = _Pass(), list(prompt), text
-        rounds = self._rounds(arm, prompt)
+        result, emitted, rounds = _Pass(), list(prompt), self._rounds(arm, prompt)
+        self._tell(text, range(len(prompt), len(text)))
         while True:
-            captured = self._num_captured()
-            started, replaying = self._now(), getattr(self.drafts, "seconds", 0.0)
+            captured, started = self._num_captured(), self._now()
             done = next(rounds, None)
-            seconds = self._now() - started - (getattr(self.drafts, "seconds", 0.0) - replaying)
+            seconds = self._now() - started
             if done is None:
                 return result
             emitted += done.token_ids
@@ -186,12 +188,23 @@ class _Projection:
             if emitted[-len(done.token_ids) :] != known[len(emitted) - len(done.token_ids) : len(emitted)]:
                 result.departures += 1
                 missing = len(text) - len(emitted)
-                self.drafter.text = emitted + (self.continuation(emitted, missing) if missing > 0 else [])
+                known = emitted + (self.continuation(emitted, missing) if missing > 0 else [])
+                self._tell(known, range(len(emitted) - 1, len(known)))
+
+    def _tell(self, text: list[int], lengths: range) -> None:
+        """Tell the drafter the text. lengths: of committed tokens, at which it will draft
+
+        Where rounds stay on the device, the next draft may have begun already, and then it knows the former text only.
+        """
+        self.drafter.text = text
+        if self.is_on_device:
+            self.drafts.plant(lengths)
 
     def _rounds(self, arm: Arm, prompt: list[int]) -> Iterator:
+        """A generation that has not begun. Before the first one of `auto` it is measured what rounds cost."""
         options = GenerateOptions(method=arm.method, budget=arm.budget, max_new_tokens=self.plan.max_new_tokens)
         if arm.budget == AUTO and self.experience is None:
-            self.drafter.text = []
+            self._tell([], range(LEARNING))
             self.experience = Experience(round_costs(self.target, self.drafts, (*self.names, "projection")))
             capture_choices(self.target, self.drafts, self.experience.costs)
         drafter, policy, budget = plan_method(options, self.drafts, self.target.vocab_size, self.experience)
@@ -209,7 +222,8 @@ class _Projection:
         return sum(getattr(part, "num_captured", 0) for part in (self.target, self.drafts))
 
     def _now(self) -> float:
-        if self.target.device.type == "cuda":
+        """The time when all work is done. Rounds on the device end when their record arrives: the next draft may run on."""
+        if self.target.device.type == "cuda" and not self.is_on_device:
             torch.cuda.synchronize(self.target.device)
         return time.perf_counter()
 
