@@ -206,7 +206,7 @@ def test_all_that_auto_may_choose_can_be_captured_ahead(pair, tree, is_greedy):
         sampler = sampler_for(GenerateOptions(temperature=0.7, seed=1))
     policy = POLICIES[tree]()
     capture_choices(target, drafter, costs, policy, sampler)
-    target.capture_commits(drafter.depth + 1)
+    target.capture_host_steps(drafter.depth + 1)
     captured = target.num_captured + drafter.num_captured
     auto = AutoBudget(policy, Experience(costs))
     rounds = decode(target, drafter, PROMPT, build_tree=auto, budget=39, ending=Ending(60), sampler=sampler)

@@ -230,8 +230,8 @@ class _Bench:
                 capture_choices(pair.target, pair.drafter, experience.costs, auto.policy, sampler_for(options))
             for _ in pair.rounds(prompt_ids, options):
                 pass
-        if pair.drafter is not None and hasattr(pair.target, "capture_commits"):
-            pair.target.capture_commits(pair.drafter.depth + 1)
+        if pair.drafter is not None and hasattr(pair.target, "capture_host_steps"):
+            pair.target.capture_host_steps(pair.drafter.depth + 1)
 
     def _turn(
         self, number: int, sample: Sample, turn: int, answers: list[str], held: dict[Key, Record]

@@ -194,9 +194,6 @@ class FastSession:
         buffers.features[: self.waiting] = features[before:]
         buffers.count.fill_(self.waiting)
 
-    def prepare(self, length: int) -> None:
-        """Nothing; it goes when rounds no longer call it."""
-
     def count(self, waiting: int) -> None:
         """The captured work has appended what waited; `waiting` rows are in the buffers now."""
         self.length += self.waiting

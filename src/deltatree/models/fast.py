@@ -168,9 +168,11 @@ class FastTarget:
         return buffers.graphs["commit", size]
 
     @torch.inference_mode()
-    def capture_commits(self, path_length: int) -> None:
-        """Capture the commits of paths of all lengths up to `path_length` nodes: how long one is, nobody knows before."""
+    def capture_host_steps(self, path_length: int) -> None:
+        """Capture what the host takes where rounds on the device end: commits of paths of all lengths up to `path_length`
+        nodes, for how long one is, nobody knows before, and the verify of one node, by which a text is looked at again."""
         state = self.new_state()
+        self.captured_verify(state.buffers, 1)
         for length in range(1, path_length + 1):
             self.captured_commit(state.buffers, length)
 
