@@ -58,7 +58,8 @@ _SIZES = ["budget", "D", "C", "nodes", "num_grams", "vocab", "bits", "num_bucket
 SORTED = True
 """Lists are put in order by a warp's network; else by comparing each entry with each, four warps a program."""
 EARLY = True
-"""A child's list is read before it is known what stands behind the offer that was taken; else after it."""
+"""A child's list is read before it is known what stands behind the offer that was taken, and the entry behind a sibling
+before it is needed; else both when they are needed."""
 GROUP = 1 if SORTED else 2
 """Lists that one program makes beforehand."""
 CHUNK = 32
@@ -213,8 +214,8 @@ def _grow_kernel(
     # where the child after the offered one stands in the lists (24 bits) | node on the spine (1) | rank of node (6).
     owns = tl.zeros([SLOTS], tl.int32)
     nexts = tl.where(slot == 0, (1 << 7) | 64, 0)
-    ahead_first, ahead_second, warm = root_token, root_token, tl.cast(D, tl.int32)
-    taken_here, score_here = taken, scores + 1  # no index, so that it stays an integer of 32 bits
+    ahead_first, ahead_second, ahead_third, warm = root_token, root_token, root_token, tl.cast(D, tl.int32)
+    nowhere, places = tl.zeros([32], tl.int32), (511 - slot) << 15
     for node in range(1, budget + 1):
         best = tl.max(orders, 0)
         low = tl.max(tl.where(orders == best, lows, -1), 0)
@@ -228,11 +229,13 @@ def _grow_kernel(
         if EARLY:
             is_listed = has_child & ((low & 511) != _UNLISTED)
             first = tl.load(lists + number * _C, mask=is_listed, other=_NOTHING)
-        tl.store(taken_here, low)
-        tl.store(score_here, score)
-        taken_here += 1
-        score_here += 1
-        offered = slot == parent
+            tl.store(taken + node - 1 + nowhere, low)  # by all threads, which is no branch
+            tl.store(scores + node + nowhere, score)
+            offered = lows == low  # no two offers have one parent
+        else:
+            tl.store(taken + node - 1, low)
+            tl.store(scores + node, score)
+            offered = slot == parent
         own = tl.sum(tl.where(offered, owns, 0), 0).to(tl.float32, bitcast=True)
         behind = tl.sum(tl.where(offered, nexts, 0), 0)
 
@@ -256,11 +259,14 @@ def _grow_kernel(
         # What the last turn loaded ahead, the lists of offers that may come next, is used for nothing else; so added, it
         # is not waited for before this.
         warm = warm ^ (ahead_first + first).to(tl.int32) ^ (ahead_second + first).to(tl.int32)
+        if EARLY:  # one more entry ahead of the siblings, for every fourth lies in another sector of the cache
+            warm = warm ^ (ahead_third + first).to(tl.int32)
+            ahead_third = tl.load(lists + (behind >> 7) + 1, mask=has_sibling, other=0)
 
         order, low, known = _offer(has_child, first, score, depth + 1, node, rank, on_spine)
         comes = (order != _NO_ORDER) & (known != _UNLISTED) & (depth + 1 < D)
         ahead_first = tl.load(lists + ((depth + 1) * A_DEPTH + known) * _C, mask=comes, other=0)
-        is_node = slot == node
+        is_node = (low & (511 << 15)) == places if EARLY else slot == node
         orders, lows = tl.where(is_node, order, orders), tl.where(is_node, low, lows)
         owns = tl.where(is_node, score.to(tl.int32, bitcast=True), owns)
         nexts = tl.where(is_node, ((number * _C + 1) << 7) | (on_spine.to(tl.int32) << 6) | rank, nexts)
