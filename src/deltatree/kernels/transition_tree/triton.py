@@ -96,14 +96,13 @@ def _log_ratio(trigrams, bigrams, seen, single, followed):
 @triton.jit
 def _sorted(rows):
     """Rows of _C different integers, the largest of a row first, by a bitonic network. [G, _C]"""
-    cube: tl.constexpr = [rows.shape[0], 2, 2, 2, 2, 2, 2]
-    held, c = tl.reshape(rows, cube), tl.reshape(tl.broadcast_to(tl.arange(0, _C)[None, :], rows.shape), cube)
+    c, held = tl.broadcast_to(tl.arange(0, _C)[None, :], rows.shape), rows
     for run in tl.static_range(1, 7):
         for bit in tl.static_range(run - 1, -1, -1):
-            other = tl.sum(held, 6 - bit, keep_dims=True) - held
+            other = tl.gather(held, c ^ (1 << bit), 1)
             takes_larger = ((c >> run) & 1) == ((c >> bit) & 1)
             held = tl.where((held > other) == takes_larger, held, other)
-    return tl.reshape(held, rows.shape)
+    return held
 
 
 @triton.jit
