@@ -55,7 +55,12 @@ _SIZES = ["budget", "D", "C", "nodes", "num_grams", "vocab", "bits", "num_bucket
 """Arguments that a kernel is not compiled anew for."""
 
 
-GROUP = 2
+SORTED = True
+"""Lists are put in order by a warp's network; else by comparing each entry with each, four warps a program."""
+EARLY = True
+"""A child's list is read before it is known what stands behind the offer that was taken, and the entry behind a sibling
+before it is needed; else both when they are needed."""
+GROUP = 1 if SORTED else 2
 """Lists that one program makes beforehand."""
 CHUNK = 32
 """Entries that are compared with as many others at once."""
@@ -89,10 +94,22 @@ def _log_ratio(trigrams, bigrams, seen, single, followed):
 
 
 @triton.jit
+def _sorted(rows):
+    """Rows of _C different integers, the largest of a row first, by a bitonic network. [G, _C]"""
+    c, held = tl.broadcast_to(tl.arange(0, _C)[None, :], rows.shape), rows
+    for run in tl.static_range(1, 7):
+        for bit in tl.static_range(run - 1, -1, -1):
+            other = tl.gather(held, c ^ (1 << bit), 1)
+            takes_larger = ((c >> run) & 1) == ((c >> bit) & 1)
+            held = tl.where((held > other) == takes_larger, held, other)
+    return held
+
+
+@triton.jit
 def _write_lists(
     lists, number, here, depth, above, rank, on_spine,
     values, ids, root_token, before_token, strengths, keys, counts, single, followed,
-    C, vocab, bits, num_buckets, svd, svc, sid, sic, REACH: tl.constexpr,
+    C, vocab, bits, num_buckets, svd, svc, sid, sic, REACH: tl.constexpr, SORTED: tl.constexpr,
 ):  # fmt: skip
     """Write the children of nodes of one depth, best first.
 
@@ -123,11 +140,16 @@ def _write_lists(
     step = tl.where((value > float("-inf"))[None, :], tl.minimum(raw, 0.0), float("-inf"))
 
     order = (_order_of(step).to(tl.int64) << 32) | (63 - c)[None, :]
-    place = tl.sum((order[:, :, None] > order[:, None, :]).to(tl.int32), 1)  # the number of better ones
-    kind = ((c + 1).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127  # floor(log2(c + 1))
-    start = 1 + kind * REACH + (c + 1 - (1 << kind)) * (REACH >> kind)
+    if SORTED:
+        order, place = _sorted(order), c[None, :]
+        rank, step = 63 - (order & 63).to(tl.int32), _score_of((order >> 32).to(tl.int32))
+    else:
+        place = tl.sum((order[:, :, None] > order[:, None, :]).to(tl.int32), 1)  # the number of better ones
+        rank = c[None, :]
+    kind = ((rank + 1).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127  # floor(log2(rank + 1))
+    start = 1 + kind * REACH + (rank + 1 - (1 << kind)) * (REACH >> kind)
     entry = step.to(tl.int32, bitcast=True).to(tl.int64) << 32
-    entry = entry | (((REACH >> kind) << 15) | (start << 6) | c).to(tl.int64)[None, :]
+    entry = entry | (((REACH >> kind) << 15) | (start << 6) | rank).to(tl.int64)
     tl.store(lists + number[:, None] * _C + place, entry, mask=here[:, None])
 
 
@@ -135,23 +157,27 @@ def _write_lists(
 def _lists_kernel(
     lists, values, ids, root, before_root, strengths, keys, counts, single, followed,
     C, vocab, bits, num_buckets, svd, svc, sid, sic,
-    REACH: tl.constexpr, CLASSES: tl.constexpr, GROUP: tl.constexpr, CHAINED: tl.constexpr,
+    REACH: tl.constexpr, CLASSES: tl.constexpr, GROUP: tl.constexpr, SORTED: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     if CHAINED:
         gdc_wait()
         gdc_launch_dependents()
     depth, first = tl.program_id(0), tl.program_id(1) * GROUP
-    if (depth > 0) | (first == 0):  # the root is on the spine
-        number = first + tl.arange(0, GROUP)
-        on_spine = number == 0
-        kind, within = tl.maximum(number - 1, 0) // REACH, tl.maximum(number - 1, 0) % REACH
-        shift = tl.maximum(CLASSES - 1 - kind, 0)  # the class has 2^shift parents
-        rank, above = (1 << kind) - 1 + (within >> shift), within & ((1 << shift) - 1)
-        here = (number <= CLASSES * REACH) & (rank < C) & (above < C) & ((depth > 1) | (above == 0))
+    number = first + tl.arange(0, GROUP)
+    on_spine = number == 0
+    kind, within = tl.maximum(number - 1, 0) // REACH, tl.maximum(number - 1, 0) % REACH
+    shift = tl.maximum(CLASSES - 1 - kind, 0)  # the class has 2^shift parents
+    rank, above = (1 << kind) - 1 + (within >> shift), within & ((1 << shift) - 1)
+    here = (number <= CLASSES * REACH) & (rank < C) & (above < C) & ((depth > 1) | (above == 0))
+    here = here & ((depth > 0) | on_spine)  # the root is on the spine
+    some = (depth > 0) | (first == 0)
+    if SORTED:
+        some = tl.max(here.to(tl.int32), 0) > 0
+    if some:
         _write_lists(
-            lists, depth * (CLASSES * REACH + 1) + number, here & ((depth > 0) | on_spine), depth, above, rank, on_spine,
+            lists, depth * (CLASSES * REACH + 1) + number, here, depth, above, rank, on_spine,
             values, ids, tl.load(root).to(tl.int64), tl.load(before_root), strengths, keys, counts, single, followed,
-            C, vocab, bits, num_buckets, svd, svc, sid, sic, REACH=REACH,
+            C, vocab, bits, num_buckets, svd, svc, sid, sic, REACH=REACH, SORTED=SORTED,
         )  # fmt: skip
 
 
@@ -171,7 +197,8 @@ def _grow_kernel(
     lists, values, ids, root, before_root, strengths, keys, counts, single, followed, taken,
     token_ids, parents, depths, scores, num_nodes,
     budget, D, C, vocab, bits, num_buckets, svd, svc, sid, sic,
-    CHAIN: tl.constexpr, SLOTS: tl.constexpr, REACH: tl.constexpr, CLASSES: tl.constexpr, CHAINED: tl.constexpr,
+    CHAIN: tl.constexpr, SLOTS: tl.constexpr, REACH: tl.constexpr, CLASSES: tl.constexpr, SORTED: tl.constexpr,
+    EARLY: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     if CHAINED:
         gdc_wait()
@@ -186,7 +213,8 @@ def _grow_kernel(
     # where the child after the offered one stands in the lists (24 bits) | node on the spine (1) | rank of node (6).
     owns = tl.zeros([SLOTS], tl.int32)
     nexts = tl.where(slot == 0, (1 << 7) | 64, 0)
-    ahead_first, ahead_second, warm = root_token, root_token, tl.cast(D, tl.int32)
+    ahead_first, ahead_second, ahead_third, warm = root_token, root_token, root_token, tl.cast(D, tl.int32)
+    nowhere, places = tl.zeros([32], tl.int32), (511 - slot) << 15
     for node in range(1, budget + 1):
         best = tl.max(orders, 0)
         low = tl.max(tl.where(orders == best, lows, -1), 0)
@@ -195,25 +223,34 @@ def _grow_kernel(
         score = tl.where(found, _score_of(best), float("-inf"))
         depth, parent = 31 - ((low >> 24) & 31), 511 - ((low >> 15) & 511)
         rank, number = (low >> 9) & 63, low & 511
-        tl.store(taken + node - 1, low)
-        tl.store(scores + node, score)
-        offered = slot == parent
+        has_child, on_spine = found & (depth < D), number == 0
+        number += depth * A_DEPTH
+        if EARLY:
+            is_listed = has_child & ((low & 511) != _UNLISTED)
+            first = tl.load(lists + number * _C, mask=is_listed, other=_NOTHING)
+            tl.store(taken + node - 1 + nowhere, low)  # by all threads, which is no branch
+            tl.store(scores + node + nowhere, score)
+            offered = lows == low  # no two offers have one parent
+        else:
+            tl.store(taken + node - 1, low)
+            tl.store(scores + node, score)
+            offered = slot == parent
         own = tl.sum(tl.where(offered, owns, 0), 0).to(tl.float32, bitcast=True)
         behind = tl.sum(tl.where(offered, nexts, 0), 0)
 
-        has_child = found & (depth < D)
-        on_spine = number == 0
-        number += depth * A_DEPTH
         if has_child & ((low & 511) == _UNLISTED):
             number = D * A_DEPTH + node
             one = tl.arange(0, 1)
             _write_lists(
                 lists, number + one, one == 0, depth, (behind & 63) + one, rank + one, one > 0,
                 values, ids, root_token, before_token, strengths, keys, counts, single, followed,
-                C, vocab, bits, num_buckets, svd, svc, sid, sic, REACH=REACH,
+                C, vocab, bits, num_buckets, svd, svc, sid, sic, REACH=REACH, SORTED=SORTED,
             )  # fmt: skip
             tl.debug_barrier()
-        first = tl.load(lists + number * _C, mask=has_child, other=_NOTHING)
+            if EARLY:
+                first = tl.load(lists + number * _C)
+        if not EARLY:
+            first = tl.load(lists + number * _C, mask=has_child, other=_NOTHING)
         has_sibling = found & ((behind >> 7) % _C > 0)
         if CHAIN:
             has_sibling = has_sibling & False
@@ -221,11 +258,14 @@ def _grow_kernel(
         # What the last turn loaded ahead, the lists of offers that may come next, is used for nothing else; so added, it
         # is not waited for before this.
         warm = warm ^ (ahead_first + first).to(tl.int32) ^ (ahead_second + first).to(tl.int32)
+        if EARLY:  # one more entry ahead of the siblings, for every fourth lies in another sector of the cache
+            warm = warm ^ (ahead_third + first).to(tl.int32)
+            ahead_third = tl.load(lists + (behind >> 7) + 1, mask=has_sibling, other=0)
 
         order, low, known = _offer(has_child, first, score, depth + 1, node, rank, on_spine)
         comes = (order != _NO_ORDER) & (known != _UNLISTED) & (depth + 1 < D)
         ahead_first = tl.load(lists + ((depth + 1) * A_DEPTH + known) * _C, mask=comes, other=0)
-        is_node = slot == node
+        is_node = (low & (511 << 15)) == places if EARLY else slot == node
         orders, lows = tl.where(is_node, order, orders), tl.where(is_node, low, lows)
         owns = tl.where(is_node, score.to(tl.int32, bitcast=True), owns)
         nexts = tl.where(is_node, ((number * _C + 1) << 7) | (on_spine.to(tl.int32) << 6) | rank, nexts)
@@ -299,14 +339,14 @@ def build_transition_tree(
         *ids.stride(),
     )  # fmt: skip
     chained = chaining(values.device)
-    shape = {"REACH": reach, "CLASSES": reach.bit_length(), **chained}
+    shape = {"REACH": reach, "CLASSES": reach.bit_length(), "SORTED": SORTED, **chained}
     if depths:
         _lists_kernel[(depths, triton.cdiv(_num_lists(reach), GROUP))](
-            *inputs, *sizes, **shape, GROUP=GROUP, num_warps=4
+            *inputs, *sizes, **shape, GROUP=GROUP, num_warps=1 if SORTED else 4
         )
     _grow_kernel[(1,)](
         *inputs, taken, out.token_ids, out.parents, out.depths, out.scores, out.num_nodes, budget, depths, *sizes,
-        **shape, CHAIN=chain, SLOTS=max(32, triton.next_power_of_2(budget)),
+        **shape, EARLY=EARLY, CHAIN=chain, SLOTS=max(32, triton.next_power_of_2(budget)),
         num_warps=1,  # more would make a missing list sooner and take turns later
     )  # fmt: skip
     block_i = 4
