@@ -2,28 +2,30 @@
 
     python benchmarks/rounds.py --shape qwen3.6-35b-a3b --budgets 0,16,64 --out results.jsonl
 
-A line is about `whole` rounds, one graph each, or about `split` ones, as `auto` runs them: draft, read, choose, verify.
+A line is about `whole` rounds, as a fixed budget runs them, or about `split` ones, as `auto` runs them: draft, read, choose,
+verify. Either way the next draft is launched right behind a verify, before that one's record is waited for; of rounds
+without a draft the whole next round is.
 
 | key | what |
 |---|---|
-| `round_ms` | a round by the host's clock |
-| `busy_ms` | what its graphs take on the device |
-| `draft_ms`, `verify_ms` | the same of a split round's halves |
+| `round_ms` | from one round's record to the next one's by the host's clock |
+| `busy_ms` | what its two graphs take on the device |
+| `draft_ms` or `rest_ms`, `verify_ms` | the same of its halves |
 | `over_ms` | `round_ms` less `busy_ms`, round by round |
-| `pauses_us` | from the end of one graph to the start of another: a record read, the next launch, what is in between |
+| `pauses_us` | from the end of one graph to the start of another: a record's copy, the next launch, what the device waits for |
 | `long_pauses` | those over 30 us, a round |
+| `ahead` | the share of launches that found the device busy |
 | `choice_ms` | the choice between draft and verify, a part of their pause |
-| `host_us` | the host's time from a record's arrival to the launch that comes next: a pause is this, the launch, and the record's way |
+| `host_us` | the host's time from a record's arrival to a launch |
 | `launch_us` | the host's time for one launch |
 | `idle_launch_us` | what of a graph's span an idle device waits for its launch |
 | `acceptance_length`, `departed` | tokens a round; whether they were other than planted, and the line void |
 
 Times are medians over rounds; `_p90` stands for the 90th percentile. Spans are those of the real rounds: every graph
-stands between two events of its stream. The device passes the first one at once, for it has nothing else to do, and
-then waits for the launch. In a real round nothing can be launched ahead, so that wait is measured afterwards: the same
-graph again and again over the same tree, behind an idle and behind a busy stream in turns. The difference,
-`idle_launch_us`, is taken off every span and added to the pause before it; a launch that took the host longer
-than usual counts the rest as busy. The events cost a round some microseconds. Within a graph the device waits
+stands between two events of its stream. A device that has nothing else to do passes the first one at once, and then waits
+for the launch. That wait is measured afterwards: the same graph again and again over the same tree, behind an idle
+and behind a busy stream in turns. Of launches that found the device idle the difference, `idle_launch_us`, is taken off the span
+and added to the pause before it. The events cost a round some microseconds. Within a graph the device waits
 for no host, and its kernels follow each other directly: there are no pauses but these.
 
 Acceptance follows a profile: the right tokens are planted in the drafter's logits on the device, as a part of the
@@ -49,11 +51,10 @@ from statistics import mean, median, quantiles
 import torch
 import transformers
 
-from deltatree.capture import Captured
 from deltatree.decode.auto import AutoBudget, Experience
 from deltatree.decode.costs import RoundCosts
 from deltatree.device import DeviceRounds
-from deltatree.device.rounds import budget_to_build
+from deltatree.device.rounds import REST, Arrival, Half, Span, budget_to_build
 from deltatree.models import FastTarget
 from deltatree.models.shapes import SHAPES
 from deltatree.projection.profiles import PROFILES, Profile, parse_profile
@@ -91,65 +92,61 @@ class Bench:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One launch of captured work, between two events of the stream. Without a GPU there are none."""
+    """One launch of a round's half. Its span knows nothing without a GPU."""
 
-    work: Captured
+    name: str  # "verify", "draft" or "rest"
+    span: Span
+    was_ahead: bool  # whether it found the device busy
     waited_us: float  # the host's time since it had read the last record
     host_us: float
-    begin: torch.cuda.Event | None
-    end: torch.cuda.Event | None
-
-    @property
-    def span_us(self) -> float:
-        """From event to event, the launch included that an idle device waits for."""
-        return 1e3 * self.begin.elapsed_time(self.end)
 
 
-def event() -> torch.cuda.Event:
-    """A new one on the current stream."""
-    made = torch.cuda.Event(enable_timing=True)
-    made.record()
-    return made
+def first_half(half: Half) -> str:
+    return "rest" if half == REST else "draft"
 
 
 @contextmanager
-def watched(on_gpu: bool = True) -> Iterator[list[Launch]]:
-    """Every launch of captured work from here on."""
-    launch, read, seen = Captured.__call__, DeviceRounds._read, []
-    arrived = time.perf_counter()
+def watched() -> Iterator[list[Launch]]:
+    """Every launch from here on."""
+    half, verify, wait, seen = DeviceRounds._launch_half, DeviceRounds._launch_verify, Arrival.wait, []
+    arrived, last = time.perf_counter(), None
 
-    def launching(work: Captured) -> None:
-        waited = time.perf_counter() - arrived
-        begin, begun = event() if on_gpu else None, time.perf_counter()
-        launch(work)
-        seconds = time.perf_counter() - begun
-        seen.append(Launch(work, 1e6 * waited, 1e6 * seconds, begin, event() if on_gpu else None))
+    def noted(launch: Callable, name: str, rounds: DeviceRounds, *options):
+        nonlocal last
+        begun = time.perf_counter()
+        was_ahead = last is not None and not last.has_ended
+        done = launch(rounds, *options)
+        last = rounds._drafting if done is None else done.spans[1]
+        seen.append(Launch(name, last, was_ahead, 1e6 * (begun - arrived), 1e6 * (time.perf_counter() - begun)))
+        return done
 
-    def reading(rounds: DeviceRounds, *record):
+    def read(arrival: Arrival):
         nonlocal arrived
-        found, arrived = read(rounds, *record), time.perf_counter()
+        found, arrived = wait(arrival), time.perf_counter()
         return found
 
-    Captured.__call__, DeviceRounds._read = launching, reading
+    DeviceRounds._launch_half = lambda rounds, which: noted(half, first_half(which), rounds, which)
+    DeviceRounds._launch_verify = lambda rounds, *which: noted(verify, "verify", rounds, *which)
+    Arrival.wait = read
     try:
         yield seen
     finally:
-        Captured.__call__, DeviceRounds._read = launch, read
+        DeviceRounds._launch_half, DeviceRounds._launch_verify, Arrival.wait = half, verify, wait
 
 
 class Whole:
     """A round as a fixed budget runs it."""
 
-    kind, graphs = "whole", ("round",)
+    kind = "whole"
 
     def __call__(self, rounds: DeviceRounds, budget: int) -> list[int]:
-        return rounds.run(budget).token_ids
+        return rounds.run(budget, then=rounds.half(budget)).token_ids
 
 
 class Split:
     """A round as `auto` runs it, its learning included. What was chosen is not what is verified, so that rounds are alike."""
 
-    kind, graphs = "split", ("draft", "verify")
+    kind = "split"
 
     def __init__(self, target: FastTarget) -> None:
         self.policy = AutoBudget(best_first, Experience(RoundCosts(target.node_buckets, captured=True)))
@@ -165,10 +162,10 @@ class Split:
         begun = time.perf_counter()
         size = len(policy.choose(drafted))
         self.choices.append(time.perf_counter() - begun)
-        token_ids = rounds.verify(budget, meanwhile=policy.settle).token_ids
+        done = rounds.verify(budget, then=rounds.half(widest, offer=True), meanwhile=policy.settle)
         self._learn = policy.lesson([0], size)
-        policy.finish()
-        return token_ids
+        policy.finish(rounds.seconds)
+        return done.token_ids
 
     def _take_in_and_prepare(self) -> None:
         self._learn()
@@ -192,14 +189,15 @@ def measure(bench: Bench, budget: int, num_rounds: int, one_round: Whole | Split
     """One line."""
     rounds, text = warm_rounds(bench, budget, one_round)
     milliseconds, emitted, launches = [], [], []
-    with watched(bench.on_gpu) as seen:
+    ended = time.perf_counter()
+    with watched() as seen:
         for _ in range(num_rounds):
-            begun = time.perf_counter()
             tokens = one_round(rounds, budget)
-            milliseconds.append(1e3 * (time.perf_counter() - begun))
+            begun, ended = ended, time.perf_counter()
+            milliseconds.append(1e3 * (ended - begun))
             text += tokens
             emitted.append(len(tokens))
-            launches.append(dict(zip(one_round.graphs, seen, strict=True)))
+            launches.append({launch.name: launch for launch in seen})
             seen.clear()
     known = bench.text[len(bench.prompt) :]
     found = {
@@ -210,39 +208,50 @@ def measure(bench: Bench, budget: int, num_rounds: int, one_round: Whole | Split
         "departed": text != known[: len(text)],
         **spread("round_ms", milliseconds),
     }
-    found["host_us"] = {name: round(median(of[name].waited_us for of in launches), 1) for name in one_round.graphs}
+    names = launches[0]
+    found["host_us"] = {name: round(median(of[name].waited_us for of in launches), 1) for name in names}
     if isinstance(one_round, Split):
         found |= spread("choice_ms", [1e3 * seconds for seconds in one_round.choices[WARM_UP:]])
-    return found | (by_events(rounds, milliseconds, launches) if bench.on_gpu else {})
+    return found | (by_events(rounds, budget, milliseconds, launches) if bench.on_gpu else {})
 
 
-def by_events(rounds: DeviceRounds, milliseconds: list[float], launches: list[dict[str, Launch]]) -> dict:
-    """The device's share of rounds. milliseconds: by the host's clock    launches: by name, of each round"""
+def by_events(rounds: DeviceRounds, budget: int, milliseconds: list[float], launches: list[dict[str, Launch]]) -> dict:
+    """The device's share of rounds.
+
+    milliseconds: by the host's clock    launches: by name, of each round: its verify, and the first half of the next one
+    """
     torch.cuda.synchronize()
-    idle = {name: idle_launch_us(rounds, launch.work) for name, launch in launches[-1].items()}
-    busy = {name: [(of[name].span_us - idle[name]) / 1e3 for of in launches] for name in idle}
+    names = list(launches[0])
+    idle = {name: idle_launch_us(rounds, budget, name) for name in names}
+
+    def wait_us(launch: Launch) -> float:
+        return 0.0 if launch.was_ahead else idle[launch.name]
+
+    busy = {name: [1e3 * of[name].span.seconds - wait_us(of[name]) / 1e3 for of in launches] for name in names}
     all_busy = [sum(of_round) for of_round in zip(*busy.values(), strict=True)]
     over = [whole - part for whole, part in zip(milliseconds, all_busy, strict=True)]
     found = spread("busy_ms", all_busy) | spread("over_ms", over)
-    if len(busy) > 1:
-        found |= {key: value for name in busy for key, value in spread(f"{name}_ms", busy[name]).items()}
+    found |= {key: value for name in busy for key, value in spread(f"{name}_ms", busy[name]).items()}
     pauses = defaultdict(list)
-    for (last, before), (name, after) in pairwise(item for of in launches for item in of.items()):
-        pauses[f"{last} -> {name}"].append(1e3 * before.end.elapsed_time(after.begin) + idle[name])
+    for before, after in pairwise(launch for of in launches for launch in of.values()):
+        pauses[f"{before.name} -> {after.name}"].append(1e6 * before.span.pause_before(after.span) + wait_us(after))
     num_long = sum(mean(pause > LONG_PAUSE for pause in those) for those in pauses.values())
     return found | {
         "pauses_us": {where: round(median(those), 1) for where, those in pauses.items()},
         "pauses_us_p90": {where: round(p90(those), 1) for where, those in pauses.items()},
         "long_pauses": round(num_long, 2),
-        "launch_us": {name: round(median(of[name].host_us for of in launches), 1) for name in idle},
+        "launch_us": {name: round(median(of[name].host_us for of in launches), 1) for name in names},
+        "ahead": {name: round(mean(of[name].was_ahead for of in launches), 2) for name in names},
         "idle_launch_us": {name: round(wait, 1) for name, wait in idle.items()},
     }
 
 
 @torch.inference_mode()
-def idle_launch_us(rounds: DeviceRounds, work: Captured) -> float:
-    """How long an idle device waits for a graph's launch. Every replay has the same to do, and commits nothing."""
+def idle_launch_us(rounds: DeviceRounds, budget: int, name: str) -> float:
+    """How long an idle device waits for a half's launch. Every replay has the same to do, and commits nothing."""
     counts, bonus = (rounds.buffers.steps, rounds.session.buffers.count), rounds.bonus.clone()
+    half = rounds.half(budget)
+    work = rounds._captured("verify", half.count) if name == "verify" else rounds._captured_half(half)
 
     def span_us(*, is_busy: bool) -> float:
         for count in counts:
@@ -251,10 +260,10 @@ def idle_launch_us(rounds: DeviceRounds, work: Captured) -> float:
         torch.cuda.synchronize()
         if is_busy:
             torch.cuda._sleep(AHEAD)
-        with watched() as seen:
+        with Span(is_gpu=True) as span:
             work()
         torch.cuda.synchronize()
-        return seen[0].span_us
+        return 1e6 * span.seconds
 
     return max(0.0, median(span_us(is_busy=False) - span_us(is_busy=True) for _ in range(REPLAYS)))
 

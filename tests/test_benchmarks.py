@@ -50,7 +50,7 @@ def test_a_round_is_timed_whole_and_in_two_halves(lines_of, tmp_path):
     assert drafted["acceptance_length"] == split["acceptance_length"] > 2  # the right tokens were planted
     assert not any(line["departed"] for line in (plain, drafted, split))
     assert split["round_ms"] > split["choice_ms"] > 0
-    assert split["host_us"]["verify"] > 1e3 * split["choice_ms"] and plain["host_us"]["round"] > 0
+    assert split["host_us"]["verify"] > 1e3 * split["choice_ms"] and plain["host_us"]["rest"] > 0
     assert not {"busy_ms", "pauses_us", "launch_us", "choice_ms"} & drafted.keys()
     assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 3
 

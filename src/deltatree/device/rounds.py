@@ -189,6 +189,14 @@ class Span:
     def seconds(self) -> float | None:
         return self._events[0].elapsed_time(self._events[1]) / 1e3 if self._events else None
 
+    @property
+    def has_ended(self) -> bool:
+        return not self._events or self._events[1].query()
+
+    def pause_before(self, later: Span) -> float:
+        """Seconds from the end of this one to the start of a later one, both of them ended."""
+        return self._events[1].elapsed_time(later._events[0]) / 1e3
+
 
 class Arrival:
     """A record of the device on its way to the host.
