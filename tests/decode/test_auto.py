@@ -339,14 +339,53 @@ def test_where_looking_does_not_pay_rounds_go_unseen_for_a_while():
         finish(size, [0, 1])
     assert (known.acceptance.bias == bias).all() and costs.num_plain(50) == plain
     assert costs._drafted_seen[0].sum() == seen + 8 and known.rounds == 24
+    for unseen in (16, 32, 32):  # a look that changes nothing makes the next one later, also over generations
+        assert policy.wants_draft(50, 1) and policy.habit() is None
+        finish(len(policy.choose(drafts)), [0, 1])
+        policy = auto(known)
+        for _ in range(unseen):
+            assert policy.wants_draft(50, 1) and policy.habit() == (size, False)
+            finish(size, [0, 1])
     assert policy.wants_draft(50, 1) and policy.habit() is None
 
 
+def test_a_look_that_changes_the_habit_is_followed_by_others_soon():
+    habits, found = Habits(), [(1, False)] * 4 + [(2, False)] * 2 + [None, (2, False)]
+    lasting = []
+    for one in found:
+        habits.unseen = 5
+        habits.review(one)
+        assert habits.unseen == 0 and habits.last == one
+        lasting.append(habits.lasts)
+    assert lasting == [8, 16, 32, 32, 8, 16, 8, 8]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_habit_brings_most_tokens_a_second_of_all_choices_and_more_than_looks_do(seed):
+    draw, habits, seconds = np.random.default_rng(seed), Habits(), np.array([1.0, 1.1, 1.5])
+    chosen, taken, always = 0.0, 0.0, np.zeros((2, 3))
+    for turn in range(1, 61):
+        tokens = draw.uniform(1, 3, (2, 3))
+        kind, place = divmod(int((tokens - 1.6 * seconds).argmax()), 3)
+        habits.learn(tokens[kind, place], seconds[place], tokens)
+        share = max(0.05, 1 / turn)
+        chosen += share * (tokens[kind, place] - chosen)
+        taken += share * (seconds[place] - taken)
+        always += share * (tokens - always)
+        if turn < 16:
+            assert habits.best(seconds, look=9.0) is None  # too few to know
+    rates = always / seconds
+    even = chosen / rates.max() - taken  # seconds of a look with which both bring the same
+    assert even > 0 and habits.best(seconds, 0.99 * even) is None
+    place, is_chain = habits.best(seconds, 1.01 * even)
+    assert rates[int(is_chain), place] == pytest.approx(rates.max())
+
+
 def test_choices_that_gain_much_by_looking_are_not_made_a_habit():
-    habits = Habits()
+    habits, seconds = Habits(), np.ones(3)
     for turn in range(40):
-        habits.learn(2.0, np.array([[1.0, 2.0 * (turn % 2), 0.0], [0.5, 2.0 * (1 - turn % 2), 0.0]]))
-    assert habits.best(look=0.5) is None and habits.best(look=1.2) == (
+        habits.learn(2.0, 1.0, np.array([[1.0, 2.0 * (turn % 2), 0.0], [0.5, 2.0 * (1 - turn % 2), 0.0]]))
+    assert habits.best(seconds, look=0.5) is None and habits.best(seconds, look=1.2) == (
         1,
         bool(habits.always[1, 1] > habits.always[0, 1]),
     )
@@ -382,3 +421,43 @@ def test_a_rest_is_announced_for_every_round_of_it():
         announced.append(expected)
         policy.finish(0.02)
     assert sum(announced) > 5
+
+
+@pytest.mark.parametrize(("tokens", "between"), [(8.0, (700, 900)), (1.05, (64, 64))])
+def test_plain_rounds_are_measured_as_often_as_they_cost_a_thousandth_of_the_tokens(tokens, between):
+    now = [0.0]
+    policy = auto(Experience(RoundCosts((1, 4, 8), captured=True, clock=lambda: now[0])))
+    known = policy.experience
+    known.costs.set_curves(0.014, {1: 0.014, 8: 0.0143})
+    plain, emitted = [], 0.0
+    for turn in range(4065):
+        if policy.wants_draft(50, 1):
+            policy._drafted, policy._num_nodes = True, 8
+            known.learn(tokens, 0.0143)
+            emitted += tokens
+            now[0] += 0.0143
+        else:
+            plain.append(turn)
+            now[0] += 0.014
+        policy.finish()
+    assert plain[0] == 64  # the first one tells that they take what was expected
+    gaps = np.diff(plain) - 1
+    assert between[0] <= gaps.min() and gaps.max() <= between[1]
+    lost = gaps.size * (tokens * 0.014 / 0.0143 - 1)
+    assert lost <= 0.0011 * emitted
+
+
+def test_plain_rounds_that_take_another_time_than_expected_are_measured_again_soon():
+    now, plain = [0.0], []
+    policy = auto(Experience(RoundCosts((1, 4, 8), captured=True, clock=lambda: now[0])))
+    policy.experience.costs.set_curves(0.014, {1: 0.014, 8: 0.0143})
+    for turn in range(400):
+        is_plain = not policy.wants_draft(50, 1)
+        if is_plain:
+            plain.append(turn)
+        else:
+            policy._drafted, policy._num_nodes = True, 8
+            policy.experience.learn(8.0, 0.0143)
+        now[0] += 0.007 if is_plain else 0.0143
+        policy.finish()
+    assert np.diff(plain)[:3].tolist() == [65, 65, 65]

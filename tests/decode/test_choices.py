@@ -70,8 +70,7 @@ def plain_choice(known, context, parents, depths, scores):
     nodes = spine[:size] if is_chain else np.arange(size)
     counts = costs.node_counts
     tokens = [each.cumsum()[np.minimum(counts, each.size) - 1] for each in (chances, chances[spine])]
-    always = np.stack(tokens) - rate * plain_seconds(costs, counts, context)
-    return nodes, bool(is_chain and size > 1), chances[nodes], max(of_tree.max(), of_chain.max()), always
+    return nodes, bool(is_chain and size > 1), chances[nodes], np.stack(tokens)
 
 
 @pytest.mark.parametrize("captured", [True, False])
@@ -86,7 +85,7 @@ def test_choices_are_those_of_the_plain_formulation(captured, by_steps):
         policy.wants_draft(context, 1)
         policy.habit()
         tree = random_tree(draw, int(draw.integers(1, 80)), int(draw.integers(1, 40)), step=draw.choice([0.01, 0.1, 1]))
-        expected, is_chain, chances, worth, always = plain_choice(known, context, *tree)
+        expected, is_chain, chances, always = plain_choice(known, context, *tree)
         if by_steps:
             policy.prepare()
         nodes = policy.choose(Drafts.of(*tree))
@@ -94,12 +93,14 @@ def test_choices_are_those_of_the_plain_formulation(captured, by_steps):
             policy.settle()
         assert nodes.tolist() == expected.tolist() and policy.choice.is_chain == is_chain
         assert policy.choice.probabilities == chances.tolist() and policy.choice.expected == float(chances.sum())
-        assert policy.choice.seconds == plain_seconds(known.costs, np.array([len(nodes)]), context)[0]
+        seconds = plain_seconds(known.costs, np.array([len(nodes)]), context)[0]
+        assert policy.choice.seconds == seconds
         path = sorted(int(node) for node in draw.choice(len(nodes), draw.integers(0, 3)) if node)[:1]
         learn = policy.lesson([0, *path], len(nodes))
         if captured:
-            habits.learn(worth, always)
-            assert known.habits.freely == habits.freely and (known.habits.always == habits.always).all()
+            habits.learn(float(chances.sum()), seconds / known.costs.pace_factor, always)
+            assert (known.habits.always == habits.always).all()
+            assert known.habits.free_tokens == habits.free_tokens and known.habits.free_seconds == habits.free_seconds
         now[0] += draw.choice([0.012, 0.02, 0.04])
         policy.finish()
         learn()

@@ -152,7 +152,7 @@ def test_a_round_that_captured_is_not_timed(hybrid):
         def __call__(self, *args, **kwargs):
             return best_first(*args, **kwargs)
 
-        def finish(self):
+        def finish(self, seconds=None):
             self.finished += 1
 
     target, policy = fast(hybrid), Timed()

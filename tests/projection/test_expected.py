@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from deltatree.projection import expected
 from deltatree.projection.expected import RoundSeconds, Text, add_expected, seconds_of_rows, simulate
 from deltatree.projection.profiles import PROFILES, Profile
 
@@ -50,6 +51,23 @@ def test_auto_pays_for_looking_and_keeps_up_with_the_best_fixed_choice():
     arms = [simulate(size, text, TIMES, lives=1, generations=24) for size in (0, 8, 16, 64)]
     auto = simulate("auto", text, TIMES, lives=1, generations=24)
     assert min(auto.over(arm) for arm in arms) > 0.96 and auto.milliseconds_per_round > 7.4
+
+
+@pytest.mark.parametrize("budget", [8, "auto"])
+def test_a_generations_seconds_are_freed_of_the_luck_of_its_places_and_of_nothing_else(budget, monkeypatch):
+    """Over draws of the text the figures scatter much less than they did, around the same mean."""
+    profile = PROFILES["own-domain"]
+    found = {}
+    for freed in (True, False):
+        if not freed:
+            monkeypatch.setattr(expected, "_freed", lambda seconds, luck: seconds)
+        arms = [simulate(budget, Text(profile, seed=seed), TIMES, lives=1) for seed in range(6)]
+        found[freed] = np.array([arm.tokens_per_second for arm in arms])
+        assert np.mean([arm.over_error() for arm in arms]) < (0.012 if freed else 1.0)
+    assert found[True].std() < 0.5 * found[False].std()
+    assert found[True].mean() == pytest.approx(
+        found[False].mean(), rel=3 * found[False].std() / found[False].mean() / 6**0.5
+    )
 
 
 def rows_of(profile):

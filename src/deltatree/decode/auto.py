@@ -6,8 +6,8 @@ the most tokens per second. Whether to draft at all is decided before, by the ra
 drafting does not pay it rests, and is tried again after ever longer stretches. Meanwhile the features of the committed tokens collect,
 so that the drafter later has them all.
 
-Where rounds stay on the device, looking at a tree costs a wait. Where one size all the time is worth as much as choosing anew less that
-wait, rounds go by unseen.
+Where rounds stay on the device, looking at a tree costs a wait. Where one size all the time brings as much as choosing anew with that
+wait, rounds go by unseen, the more of them the longer no look has changed the size.
 
 The choice moves no token of the text, only the rounds in which it comes.
 """
@@ -31,12 +31,15 @@ _EVIDENCE = 6  # drafted rounds before drafting may be judged
 _PROBE = 2  # drafted rounds after a rest before it is judged again
 _LOSS = 0.9  # of plain rounds' rate, below which drafting rests: a rate of some twenty rounds is off by a tenth easily
 _SHORTEST_REST, _LONGEST_REST, _REST_AT_START = 8, 256, 32  # rounds
-_PLAIN_CHECK = 64  # drafted rounds after which one plain round is measured
+_PLAIN_CHECK = 64  # drafted rounds, at least, after which one plain round is measured
+_CHECKS_SHARE = 0.001  # of the tokens, that such rounds may cost once they take what was expected
+_AS_EXPECTED = 0.1  # of a round's seconds, that they may be off
 _MEMORY, _LONG_MEMORY = 0.95, 0.995  # of the rates, a round
 _LONG_EVIDENCE = 50  # drafted rounds before the long memory may judge
 _LEAST_REACH = 12.0  # nodes
-_HABIT, _HABIT_LASTS = 16, 8  # looks before rounds may go unseen, and for how many rounds
-_WORTH_MEMORY = 0.9  # of what sizes are worth, a choice
+_HABIT = 16  # looks before rounds may go unseen
+_SHORTEST_HABIT, _LONGEST_HABIT = 8, 32  # rounds without a look
+_HABIT_MEMORY = 0.95  # of what choices bring, a look
 _FEW_FEATURES = 32  # tokens that the drafter takes in beside drafting; a prompt takes a time of its own
 
 LOOK = 0.00013
@@ -62,33 +65,47 @@ class Rate:
 
 @dataclass
 class Habits:
-    """What choices were worth in the rounds that were looked at, fading: whether it pays to look at every tree.
+    """What choices were expected to bring in the rounds that were looked at, fading: whether it pays to look at every tree.
 
-    Worth is tokens of a round beyond those that its seconds would bring at the going rate.
+    Compared are tokens per second, mean tokens over mean seconds: at a going rate, which scatters by a tenth, looks would seem to pay
+    for following its scatter.
     """
 
-    freely: float = 0.0  # of what was chosen, another one every round
-    always: np.ndarray | None = None  # of one choice for all rounds: [2, sizes], trees and chains
+    free_tokens: float = 0.0  # of what was chosen, another one every round
+    free_seconds: float = 0.0  # at the usual pace
+    always: np.ndarray | None = None  # [2, sizes], tokens of one choice for all rounds, trees and chains
     num_looks: int = 0
+    lasts: int = _SHORTEST_HABIT  # rounds without a look, until the next one
+    unseen: int = 0  # rounds since the last look
+    last: tuple[int, bool] | None = None  # what the last look made a habit
 
-    def learn(self, freely: float, always: np.ndarray) -> None:
-        """Take in a round that was looked at."""
+    def learn(self, tokens: float, seconds: float, always: np.ndarray) -> None:
+        """Take in a round that was looked at: what was chosen, and what every size would have brought."""
         if self.always is None:
             self.always = np.zeros_like(always)
         self.num_looks += 1
-        share = max(1 - _WORTH_MEMORY, 1 / self.num_looks)
-        self.freely += share * (freely - self.freely)
+        share = max(1 - _HABIT_MEMORY, 1 / self.num_looks)
+        self.free_tokens += share * (tokens - self.free_tokens)
+        self.free_seconds += share * (seconds - self.free_seconds)
         self.always += share * (always - self.always)
 
-    def best(self, look: float) -> tuple[int, bool] | None:
-        """The choice, as place among the sizes and whether a chain, that is worth more for all rounds than looking at each.
+    def best(self, seconds: np.ndarray, look: float) -> tuple[int, bool] | None:
+        """The choice, as place among the sizes and whether a chain, that brings more in all rounds than looking at each.
 
-        look: what a look costs, in tokens at the going rate
+        seconds: [sizes] of rounds at the usual pace    look: seconds that a look takes, at the usual pace
         """
         if self.num_looks < _HABIT:
             return None
-        kind, place = divmod(int(self.always.argmax()), self.always.shape[1])
-        return None if self.always[kind, place] < self.freely - look else (place, bool(kind))
+        rates = self.always / seconds
+        kind, place = divmod(int(rates.argmax()), seconds.size)
+        freely = self.free_tokens / (self.free_seconds + look)
+        return None if rates[kind, place] < freely else (place, bool(kind))
+
+    def review(self, found: tuple[int, bool] | None) -> None:
+        """A look is over: one that changed nothing makes the next one later, one that did makes it soon."""
+        kept = found is not None and found == self.last
+        self.lasts = min(2 * self.lasts, _LONGEST_HABIT) if kept else _SHORTEST_HABIT
+        self.unseen, self.last = 0, found
 
 
 @dataclass
@@ -102,6 +119,7 @@ class Experience:
     num_drafted: int = 0  # rounds
     rounds: int = 0  # drafted ones, since drafting was last taken up
     rest: int = _SHORTEST_REST  # the next one's length, in rounds
+    plain_is_known: bool = False  # the last plain round took what was expected
     habits: Habits = field(default_factory=Habits)
     reach: float = 32.0  # the largest size chosen lately; trees are built somewhat larger, to choose from
 
@@ -167,7 +185,7 @@ class AutoBudget:
         self.policy, self.experience, self.scored = policy, experience, scored
         self.choice: Choice | None = None  # of the last round
         self._resting = self._since_plain = 0
-        self._unseen = 0  # rounds since the last look at a tree
+        self._seconds_since_plain = 0.0
         self._drafted = False  # whether this round drafts
         self._context, self._is_typical, self._started = 0, True, 0.0
         self._seconds, self._prices = np.zeros(0), []  # of this round by its nodes; tokens that the seconds would bring
@@ -196,13 +214,21 @@ class AutoBudget:
             if self._resting == 0:
                 known.try_again()
             return False
-        if self._since_plain >= _PLAIN_CHECK or (self._since_plain >= 4 and not costs.num_plain(context)):
-            self._since_plain = 0
+        if self._checks_plain(context):
+            self._since_plain, self._seconds_since_plain = 0, 0.0
             return False
         if known.drafting_loses(1 / costs.plain(context)):
             self._resting, known.rest = known.rest - 1, min(2 * known.rest, _LONGEST_REST)
             return False
         return True
+
+    def _checks_plain(self, context: int) -> bool:
+        """Whether it is time to measure a plain round: the less often, the more it loses against a drafted one."""
+        known, costs, rate = self.experience, self.experience.costs, self.experience.rate()
+        if self._since_plain < _PLAIN_CHECK:
+            return self._since_plain >= 4 and not costs.num_plain(context)
+        lost = rate * costs.plain(context) - 1  # tokens
+        return not known.plain_is_known or lost <= _CHECKS_SHARE * rate * self._seconds_since_plain
 
     def __call__(self, log_probs: Tensor, *, root: int, budget: int) -> DraftTree:
         """The tree that is worth most, of at most `budget` drafted nodes. log_probs: [D, vocab]; D = 0 is a plain round."""
@@ -246,8 +272,8 @@ class AutoBudget:
         probabilities = (of_spine if is_chain else chances)[:size]
         self.choice = Choice(probabilities, float(self._seconds[size - 1]), is_chain)
         self._drafts, self._nodes, self._num_nodes = drafts, nodes, size
-        self._drafted, self._unseen = True, 0
-        self._unsettled = partial(self._weigh, chances, of_spine, max(of_tree, of_chain))
+        self._drafted = True
+        self._unsettled = partial(self._weigh, chances, of_spine)
         known.reach = max(size, 0.95 * known.reach, _LEAST_REACH)
         return nodes
 
@@ -262,22 +288,22 @@ class AutoBudget:
 
         Without a look there is no wait between draft and verify. Now and then there is one all the same.
         """
-        found = None
-        if self._unseen < _HABIT_LASTS:
-            found = self.experience.habits.best(LOOK * self._rate())
+        habits = self.experience.habits
+        found = habits.last if habits.unseen < habits.lasts else None
         if found is None:
             return None
-        self._unseen += 1
+        habits.unseen += 1
         self._drafted = True
         place, is_chain = found
         return int(self.experience.costs.node_counts[place]), is_chain
 
-    def _weigh(self, trees: list[float], chains: list[float], freely: float) -> None:
-        """Note what every size would have been worth. trees, chains: chances of their nodes; further ones would add little"""
-        sizes = self.experience.costs.node_counts
-        costs = self._rate() * self.experience.costs.drafted(sizes, self._context)
+    def _weigh(self, trees: list[float], chains: list[float]) -> None:
+        """Note what every size would have brought. trees, chains: chances of their nodes; further ones would add little"""
+        costs, habits = self.experience.costs, self.experience.habits
+        sizes, pace = costs.node_counts, costs.pace_factor
         tokens = [np.cumsum(chances)[np.minimum(sizes, len(chances)) - 1] for chances in (trees, chains)]
-        self.experience.habits.learn(freely, np.stack(tokens) - costs)
+        habits.learn(self.choice.expected, self.choice.seconds / pace, np.stack(tokens))
+        habits.review(habits.best(costs.drafted(sizes, self._context) / pace, LOOK / pace))
 
     def _rate(self) -> float:
         """Tokens per second that a round's time would bring otherwise."""
@@ -337,9 +363,12 @@ class AutoBudget:
             seconds = costs.clock() - self._started
         self.settle()
         if not self._drafted:
+            expected = costs.plain(self._context)
+            self.experience.plain_is_known = abs(seconds - expected) < _AS_EXPECTED * expected
             costs.learn_plain(seconds, self._context)
             return
         self._since_plain += 1
+        self._seconds_since_plain += seconds
         if self._is_typical:
             costs.learn_drafted(self._num_nodes, seconds, self._context)
 

@@ -4,6 +4,10 @@ A short measured text says to a hundredth what a round takes and hardly what it 
 two are separated. Seconds of rounds are given, as they were measured; tokens are counted over texts that are long enough, with the
 drafts of `planted`, the trees of `best_first`, and the choices of `AutoBudget`, which is told those seconds by a counted clock.
 Every method meets the same drafts at the same places.
+
+What the whole chain would have emitted at a method's places is known, and so is what it emits in the long run, by the profile. The
+luck of the places is what lies between, and the seconds of a generation are freed of as much of it as they follow (a control variate).
+Its mean is zero however rounds are chosen, as no choice of a place depends on the draft there (Wald), so that nothing is shifted.
 """
 
 from __future__ import annotations
@@ -86,6 +90,10 @@ class Text:
         self._seed = seed
         self.place = lru_cache(maxsize=None)(self._place)
 
+    def luck(self, here: Place) -> float:
+        """Tokens that the whole chain emits there beyond what it does in the long run."""
+        return 1 + here.right - self.profile.chain_length
+
     def _place(self, number: int) -> Place:
         truth = [(number + depth) % _VOCAB for depth in range(self.profile.depth)]
         tokens, chances = planted(self.profile, truth, _VOCAB, f"{self._seed} {number}")
@@ -110,14 +118,15 @@ class Expected:
     """One method over many generations of equally many tokens."""
 
     num_tokens: int  # a generation, without the one that prefill emits
-    seconds: np.ndarray  # [generations]
+    seconds: np.ndarray  # [generations], as they went
+    steady_seconds: np.ndarray  # [generations], freed of luck: what methods are compared by
     acceptance_length: float
     nodes_per_round: float
     num_rounds: int
 
     @property
     def tokens_per_second(self) -> float:
-        return self.num_tokens / float(self.seconds.mean())
+        return self.num_tokens / float(self.steady_seconds.mean())
 
     @property
     def milliseconds_per_round(self) -> float:
@@ -129,9 +138,9 @@ class Expected:
 
     def over_error(self, other: Expected | None = None) -> float:
         """Standard error of `over`, by the differences between texts; without another method, of the speed's, relative."""
-        ratio = 0.0 if other is None else self.over(other)
-        missed = self.seconds - self.seconds.mean() if other is None else other.seconds - ratio * self.seconds
-        return float(missed.std(ddof=1) / self.seconds.mean() / missed.size**0.5) if missed.size > 1 else float("nan")
+        mine = self.steady_seconds
+        missed = mine if other is None else other.steady_seconds - self.over(other) * mine
+        return float(missed.std(ddof=1) / mine.mean() / missed.size**0.5) if missed.size > 1 else float("nan")
 
 
 def simulate(
@@ -151,12 +160,12 @@ def simulate(
     lives: how often `auto` starts with nothing but measured costs; each time one more generation teaches it and is not counted
     generations: counted ones of each life
     """
-    spent, lengths, nodes = [], [], []
+    spent, luck, lengths, nodes = [], [], [], []
     for life in range(lives):
         arm = _Auto(text, seconds) if budget == AUTO else _Fixed(text, seconds, budget, is_chain)
         for number in range(generations + 1):
             place = ((generations + 1) * life + number) * (_FAR + num_tokens)
-            began, end = arm.now, place + num_tokens
+            began, lucky, end = arm.now, arm.luck, place + num_tokens
             arm.begin()
             while place < end:
                 length, num_nodes = arm.round(place)
@@ -166,8 +175,18 @@ def simulate(
                     nodes.append(num_nodes - 1)
             if number:
                 spent.append(arm.now - began)
+                luck.append(arm.luck - lucky)
     rounds = len(lengths)
-    return Expected(num_tokens, np.array(spent), sum(lengths) / rounds, sum(nodes) / rounds, rounds)
+    went = np.array(spent)
+    steady = _freed(went, np.array(luck))
+    return Expected(num_tokens, went, steady, sum(lengths) / rounds, sum(nodes) / rounds, rounds)
+
+
+def _freed(seconds: np.ndarray, luck: np.ndarray) -> np.ndarray:
+    """Seconds of generations less what followed their luck, whose true mean is zero. Both [generations]."""
+    apart = luck - luck.mean()
+    spread = float(apart @ apart)
+    return seconds - luck * float(apart @ seconds) / spread if spread and luck.size > 2 else seconds
 
 
 def seconds_of_rows(
@@ -228,7 +247,7 @@ class _Fixed:
     """Plain decoding, the whole chain, or trees of one size."""
 
     def __init__(self, text: Text, seconds: RoundSeconds, budget: int, is_chain: bool) -> None:
-        self.text, self.now = text, 0.0
+        self.text, self.now, self.luck = text, 0.0, 0.0
         self.size = 1 + (text.profile.depth if is_chain else budget)
         self.is_chain = is_chain
         self.seconds = seconds.plain if self.size == 1 else seconds.chain if is_chain else seconds.tree(self.size)
@@ -241,14 +260,16 @@ class _Fixed:
         self.now += self.seconds
         if self.size == 1:
             return 1, 1
-        return (_of_chain if self.is_chain else _of_tree)(self.text.place(place), self.size), self.size
+        here = self.text.place(place)
+        self.luck += self.text.luck(here)
+        return (_of_chain if self.is_chain else _of_tree)(here, self.size), self.size
 
 
 class _Auto:
     """Budget `auto` as `DeviceLoop` asks it; what a round has taught is taken in while the next one drafts."""
 
     def __init__(self, text: Text, seconds: RoundSeconds) -> None:
-        self.text, self.seconds, self.now = text, seconds, 0.0
+        self.text, self.seconds, self.now, self.luck = text, seconds, 0.0, 0.0
         buckets, depth = seconds.buckets, text.profile.depth
         sizes = _sizes(buckets or NODE_COUNTS, depth + 1)
         costs = RoundCosts(sizes, captured=buckets is not None, clock=lambda: self.now)
@@ -277,6 +298,7 @@ class _Auto:
 
     def _drafted(self, here: Place) -> tuple[int, int]:
         policy, drafts = self.policy, here.drafts
+        self.luck += self.text.luck(here)
         habit = policy.habit() if self.seconds.buckets is not None else None
         self._take_in()
         if habit is None:
