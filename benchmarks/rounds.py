@@ -189,6 +189,8 @@ def measure(bench: Bench, budget: int, num_rounds: int, one_round: Whole | Split
     """One line."""
     rounds, text = warm_rounds(bench, budget, one_round)
     milliseconds, emitted, launches = [], [], []
+    for name in ("_first_spans", "_second_spans"):  # one for each launch, since all are looked at in the end
+        setattr(rounds, name, iter([Span(bench.on_gpu) for _ in range(num_rounds + 1)]))
     ended = time.perf_counter()
     with watched() as seen:
         for _ in range(num_rounds):

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle
 from typing import NamedTuple
 
 import numpy as np
@@ -171,7 +172,10 @@ REST = Half("rest", 1)
 
 
 class Span:
-    """Between two places of the device's stream, both of them passed when it is asked. On a CPU it knows nothing."""
+    """Between two places of the device's stream, both of them passed when it is asked. On a CPU it knows nothing.
+
+    Events are made once and recorded again and again, for making one takes the host longer than a launch.
+    """
 
     def __init__(self, is_gpu: bool) -> None:
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * is_gpu)]
@@ -199,20 +203,25 @@ class Span:
 
 
 class Arrival:
-    """A record of the device on its way to the host.
+    """Where a record of the device comes to on the host."""
 
-    held: where it comes to, and the same memory as an array
-    """
-
-    def __init__(self, record: Tensor, held: tuple[Tensor, np.ndarray]) -> None:
-        memory, self._array = held
-        memory.copy_(record, non_blocking=True)
+    def __init__(self, record: Tensor) -> None:
+        with torch.inference_mode(
+            False
+        ):  # written outside of that mode, which takes the host longer to enter than to copy
+            self._held = torch.empty(record.shape, dtype=record.dtype, pin_memory=record.is_cuda)
+        self._array = self._held.numpy()
         self._event = torch.cuda.Event() if record.is_cuda else None
+
+    def send(self, record: Tensor) -> Arrival:
+        """Copy the record as it is when all that was launched is done."""
+        self._held.copy_(record, non_blocking=True)
         if self._event is not None:
             self._event.record()
+        return self
 
     def wait(self) -> np.ndarray:
-        """The record, valid until the next but one of its kind is sent."""
+        """The record, until another one is sent here."""
         if self._event is not None:
             self._event.synchronize()
         return self._array
@@ -255,9 +264,10 @@ class DeviceRounds:
                 self.work.trees.begin(policy)
             self.bonus.fill_(bonus)
             self.buffers.steps.zero_()
-        self._is_gpu = target.device.type == "cuda"
         self._uncommitted: list[int] = []
-        self._half, self._drafting = REST, Span(self._is_gpu)  # of the round that runs
+        self._is_gpu = target.device.type == "cuda"
+        self._first_spans, self._second_spans = (cycle(self._spans_of(half)) for half in ("first", "second"))
+        self._half, self._drafting = REST, next(self._first_spans)  # of the round that runs
         self._ahead: Half | None = None  # of the next round, launched already
         self._flying: Flight | None = None  # the next round, launched already as a whole
         self._flights = 0
@@ -373,7 +383,7 @@ class DeviceRounds:
 
     def _launch_half(self, half: Half) -> None:
         work = self._captured_half(half)
-        with Span(self._is_gpu) as self._drafting:
+        with next(self._first_spans) as self._drafting:
             work()
         if half.kind == "offer":
             self._offered = self._send(self.work.drafted(half.count), "drafted", half.count)
@@ -383,7 +393,7 @@ class DeviceRounds:
         if chain and not self._half.is_chain and count > 1:
             works.insert(0, self._captured("chain", count))
         self._count_committed()
-        with Span(self._is_gpu) as verifying:
+        with next(self._second_spans) as verifying:
             for work in works:
                 work()
         self._flights += 1
@@ -427,9 +437,13 @@ class DeviceRounds:
                 self.session.count(0)
         return DeviceRound(path, tokens, flight.count)
 
+    def _spans_of(self, half: str) -> list[Span]:
+        """Two, for a half may be launched before the time of the last one has been asked for."""
+        return self.work.scratch(("spans", half), lambda: [Span(self._is_gpu) for _ in range(2)])
+
     def _send(self, record: Tensor, *key) -> Arrival:
         """Have a record copied to the host."""
-        return Arrival(record, self.work.scratch(("host", *key), partial(_on_host, record)))
+        return self.work.scratch(("host", *key), partial(Arrival, record)).send(record)
 
     def _key(self, kind: str, count: int, chain: bool = False) -> tuple:
         """Of captured work over these buffers."""
@@ -481,13 +495,6 @@ class DeviceRounds:
 
     def _count(self, budget: int, chain: bool) -> int:
         return 1 + (min(budget, self.max_depth) if chain else budget if self.max_depth else 0)
-
-
-def _on_host(record: Tensor) -> tuple[Tensor, np.ndarray]:
-    """Where the host holds such a record, and the same memory as an array."""
-    with torch.inference_mode(False):  # written outside of that mode, which takes the host longer to enter than to copy
-        held = torch.empty(record.shape, dtype=record.dtype, pin_memory=record.is_cuda)
-    return held, held.numpy()
 
 
 class DeviceLoop:
