@@ -55,12 +55,7 @@ _SIZES = ["budget", "D", "C", "nodes", "num_grams", "vocab", "bits", "num_bucket
 """Arguments that a kernel is not compiled anew for."""
 
 
-SORTED = True
-"""Lists are put in order by a warp's network; else by comparing each entry with each, four warps a program."""
-EARLY = True
-"""A child's list is read before it is known what stands behind the offer that was taken, and the entry behind a sibling
-before it is needed; else both when they are needed."""
-GROUP = 1 if SORTED else 2
+GROUP = 1
 """Lists that one program makes beforehand."""
 CHUNK = 32
 """Entries that are compared with as many others at once."""
@@ -109,7 +104,7 @@ def _sorted(rows):
 def _write_lists(
     lists, number, here, depth, above, rank, on_spine,
     values, ids, root_token, before_token, strengths, keys, counts, single, followed,
-    C, vocab, bits, num_buckets, svd, svc, sid, sic, REACH: tl.constexpr, SORTED: tl.constexpr,
+    C, vocab, bits, num_buckets, svd, svc, sid, sic, REACH: tl.constexpr,
 ):  # fmt: skip
     """Write the children of nodes of one depth, best first.
 
@@ -140,12 +135,8 @@ def _write_lists(
     step = tl.where((value > float("-inf"))[None, :], tl.minimum(raw, 0.0), float("-inf"))
 
     order = (_order_of(step).to(tl.int64) << 32) | (63 - c)[None, :]
-    if SORTED:
-        order, place = _sorted(order), c[None, :]
-        rank, step = 63 - (order & 63).to(tl.int32), _score_of((order >> 32).to(tl.int32))
-    else:
-        place = tl.sum((order[:, :, None] > order[:, None, :]).to(tl.int32), 1)  # the number of better ones
-        rank = c[None, :]
+    order, place = _sorted(order), c[None, :]
+    rank, step = 63 - (order & 63).to(tl.int32), _score_of((order >> 32).to(tl.int32))
     kind = ((rank + 1).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127  # floor(log2(rank + 1))
     start = 1 + kind * REACH + (rank + 1 - (1 << kind)) * (REACH >> kind)
     entry = step.to(tl.int32, bitcast=True).to(tl.int64) << 32
@@ -157,7 +148,7 @@ def _write_lists(
 def _lists_kernel(
     lists, values, ids, root, before_root, strengths, keys, counts, single, followed,
     C, vocab, bits, num_buckets, svd, svc, sid, sic,
-    REACH: tl.constexpr, CLASSES: tl.constexpr, GROUP: tl.constexpr, SORTED: tl.constexpr, CHAINED: tl.constexpr,
+    REACH: tl.constexpr, CLASSES: tl.constexpr, GROUP: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     if CHAINED:
         gdc_wait()
@@ -170,14 +161,11 @@ def _lists_kernel(
     rank, above = (1 << kind) - 1 + (within >> shift), within & ((1 << shift) - 1)
     here = (number <= CLASSES * REACH) & (rank < C) & (above < C) & ((depth > 1) | (above == 0))
     here = here & ((depth > 0) | on_spine)  # the root is on the spine
-    some = (depth > 0) | (first == 0)
-    if SORTED:
-        some = tl.max(here.to(tl.int32), 0) > 0
-    if some:
+    if tl.max(here.to(tl.int32), 0) > 0:
         _write_lists(
             lists, depth * (CLASSES * REACH + 1) + number, here, depth, above, rank, on_spine,
             values, ids, tl.load(root).to(tl.int64), tl.load(before_root), strengths, keys, counts, single, followed,
-            C, vocab, bits, num_buckets, svd, svc, sid, sic, REACH=REACH, SORTED=SORTED,
+            C, vocab, bits, num_buckets, svd, svc, sid, sic, REACH=REACH,
         )  # fmt: skip
 
 
@@ -197,8 +185,7 @@ def _grow_kernel(
     lists, values, ids, root, before_root, strengths, keys, counts, single, followed, taken,
     token_ids, parents, depths, scores, num_nodes,
     budget, D, C, vocab, bits, num_buckets, svd, svc, sid, sic,
-    CHAIN: tl.constexpr, SLOTS: tl.constexpr, REACH: tl.constexpr, CLASSES: tl.constexpr, SORTED: tl.constexpr,
-    EARLY: tl.constexpr, CHAINED: tl.constexpr,
+    CHAIN: tl.constexpr, SLOTS: tl.constexpr, REACH: tl.constexpr, CLASSES: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     if CHAINED:
         gdc_wait()
@@ -225,16 +212,11 @@ def _grow_kernel(
         rank, number = (low >> 9) & 63, low & 511
         has_child, on_spine = found & (depth < D), number == 0
         number += depth * A_DEPTH
-        if EARLY:
-            is_listed = has_child & ((low & 511) != _UNLISTED)
-            first = tl.load(lists + number * _C, mask=is_listed, other=_NOTHING)
-            tl.store(taken + node - 1 + nowhere, low)  # by all threads, which is no branch
-            tl.store(scores + node + nowhere, score)
-            offered = lows == low  # no two offers have one parent
-        else:
-            tl.store(taken + node - 1, low)
-            tl.store(scores + node, score)
-            offered = slot == parent
+        is_listed = has_child & ((low & 511) != _UNLISTED)
+        first = tl.load(lists + number * _C, mask=is_listed, other=_NOTHING)
+        tl.store(taken + node - 1 + nowhere, low)  # by all threads, which is no branch
+        tl.store(scores + node + nowhere, score)
+        offered = lows == low  # no two offers have one parent
         own = tl.sum(tl.where(offered, owns, 0), 0).to(tl.float32, bitcast=True)
         behind = tl.sum(tl.where(offered, nexts, 0), 0)
 
@@ -244,13 +226,10 @@ def _grow_kernel(
             _write_lists(
                 lists, number + one, one == 0, depth, (behind & 63) + one, rank + one, one > 0,
                 values, ids, root_token, before_token, strengths, keys, counts, single, followed,
-                C, vocab, bits, num_buckets, svd, svc, sid, sic, REACH=REACH, SORTED=SORTED,
+                C, vocab, bits, num_buckets, svd, svc, sid, sic, REACH=REACH,
             )  # fmt: skip
             tl.debug_barrier()
-            if EARLY:
-                first = tl.load(lists + number * _C)
-        if not EARLY:
-            first = tl.load(lists + number * _C, mask=has_child, other=_NOTHING)
+            first = tl.load(lists + number * _C)
         has_sibling = found & ((behind >> 7) % _C > 0)
         if CHAIN:
             has_sibling = has_sibling & False
@@ -258,14 +237,14 @@ def _grow_kernel(
         # What the last turn loaded ahead, the lists of offers that may come next, is used for nothing else; so added, it
         # is not waited for before this.
         warm = warm ^ (ahead_first + first).to(tl.int32) ^ (ahead_second + first).to(tl.int32)
-        if EARLY:  # one more entry ahead of the siblings, for every fourth lies in another sector of the cache
-            warm = warm ^ (ahead_third + first).to(tl.int32)
-            ahead_third = tl.load(lists + (behind >> 7) + 1, mask=has_sibling, other=0)
+        # one more entry ahead of the siblings, for every fourth lies in another sector of the cache
+        warm = warm ^ (ahead_third + first).to(tl.int32)
+        ahead_third = tl.load(lists + (behind >> 7) + 1, mask=has_sibling, other=0)
 
         order, low, known = _offer(has_child, first, score, depth + 1, node, rank, on_spine)
         comes = (order != _NO_ORDER) & (known != _UNLISTED) & (depth + 1 < D)
         ahead_first = tl.load(lists + ((depth + 1) * A_DEPTH + known) * _C, mask=comes, other=0)
-        is_node = (low & (511 << 15)) == places if EARLY else slot == node
+        is_node = (low & (511 << 15)) == places
         orders, lows = tl.where(is_node, order, orders), tl.where(is_node, low, lows)
         owns = tl.where(is_node, score.to(tl.int32, bitcast=True), owns)
         nexts = tl.where(is_node, ((number * _C + 1) << 7) | (on_spine.to(tl.int32) << 6) | rank, nexts)
@@ -339,14 +318,14 @@ def build_transition_tree(
         *ids.stride(),
     )  # fmt: skip
     chained = chaining(values.device)
-    shape = {"REACH": reach, "CLASSES": reach.bit_length(), "SORTED": SORTED, **chained}
+    shape = {"REACH": reach, "CLASSES": reach.bit_length(), **chained}
     if depths:
         _lists_kernel[(depths, triton.cdiv(_num_lists(reach), GROUP))](
-            *inputs, *sizes, **shape, GROUP=GROUP, num_warps=1 if SORTED else 4
+            *inputs, *sizes, **shape, GROUP=GROUP, num_warps=1
         )
     _grow_kernel[(1,)](
         *inputs, taken, out.token_ids, out.parents, out.depths, out.scores, out.num_nodes, budget, depths, *sizes,
-        **shape, EARLY=EARLY, CHAIN=chain, SLOTS=max(32, triton.next_power_of_2(budget)),
+        **shape, CHAIN=chain, SLOTS=max(32, triton.next_power_of_2(budget)),
         num_warps=1,  # more would make a missing list sooner and take turns later
     )  # fmt: skip
     block_i = 4
