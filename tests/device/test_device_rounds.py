@@ -14,7 +14,7 @@ from deltatree.decode.auto import AutoBudget, Experience
 from deltatree.decode.calibration import capture_choices
 from deltatree.decode.costs import RoundCosts
 from deltatree.device import DeviceRounds
-from deltatree.device.rounds import budget_to_build
+from deltatree.device.rounds import budget_to_build, has_device_tree
 from deltatree.drafter import FastDFlashDrafter, NoDrafter, load_drafter, read_drafter_config
 from deltatree.models import FastTarget, ReferenceTarget
 from deltatree.transitions import TransitionTable, TransitionTree
@@ -88,6 +88,28 @@ def test_every_round_is_the_hosts(pair, budget, is_chain):
     emitted = sum(len(tokens) for tokens, _ in expected[:-1])
     rounds.finish(rounds.num_uncommitted)
     assert state.length == int(state.buffers.length) == len(PROMPT) + emitted - 1
+
+
+@pytest.mark.parametrize("budget", [3, 16, 31])
+def test_trees_that_learn_while_running_are_the_hosts(pair, budget):
+    """Calibrated ones: every round's tree follows from all that the rounds before have shown."""
+    target, drafter = pair
+    expected = host_rounds(target, drafter, Calibrated(), budget, 60)
+    ours = rounds_of(target, drafter, Calibrated(), budget, 60)
+    assert tokens_of_pairs(ours) == tokens_of_pairs(expected)
+    assert target.device_rounds and has_device_tree(Calibrated())
+    if target.device.type == "cpu":  # on a GPU rounding may order two nodes otherwise
+        assert ours == expected
+
+
+def tokens_of_pairs(rounds):
+    return [token for tokens, _ in rounds for token in tokens]
+
+
+def test_what_one_generation_has_shown_is_forgotten_in_the_next(pair):
+    target, drafter = pair
+    texts = [rounds_of(target, drafter, Calibrated(), 16, 40) for _ in range(2)]
+    assert texts[0] == texts[1]
 
 
 def test_plain_decoding_needs_no_drafter(pair):

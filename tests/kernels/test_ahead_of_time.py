@@ -14,6 +14,8 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from deltatree.kernels.attention import triton as attention  # noqa: E402
+from deltatree.kernels.calibration import Seen  # noqa: E402
+from deltatree.kernels.calibration import triton as calibration  # noqa: E402
 from deltatree.kernels.candidates import triton as candidates  # noqa: E402
 from deltatree.kernels.commit import triton as commit  # noqa: E402
 from deltatree.kernels.conv import triton as conv  # noqa: E402
@@ -27,6 +29,7 @@ from deltatree.kernels.gated_delta import triton as delta  # noqa: E402
 from deltatree.kernels.linear import triton as linear  # noqa: E402
 from deltatree.kernels.transition_tree import triton as transition_tree  # noqa: E402
 from deltatree.kernels.tree_build import triton as tree_build  # noqa: E402
+from deltatree.kernels.walk import Walked  # noqa: E402
 from deltatree.kernels.walk import triton as walk  # noqa: E402
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
@@ -126,6 +129,7 @@ def round_launches(dtype, monkeypatch) -> list:
     logits = torch.empty(15, 248320, dtype=dtype)
     values, ids = torch.empty(15, 256), torch.zeros(15, 256, dtype=torch.int64)
     nodes, count = torch.zeros(257, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
+    seen, walked = Seen.empty(15, "cpu"), Walked.empty(15, "cpu")
 
     def record(size: int) -> None:
         fields = values.flatten()[:size], nodes[:size], nodes[:size]
@@ -140,6 +144,13 @@ def round_launches(dtype, monkeypatch) -> list:
             ("_grow_kernel", "_relate_kernel"),
             lambda: tree_build.build_tree(values, ids.int(), nodes, budget=16),
         ),
+        (
+            tree_build,
+            ("_grow_kernel", "_relate_kernel"),
+            lambda: tree_build.build_tree(values.expand(2, 15, 256), ids, nodes, budget=256),
+        ),
+        (calibration, ("_corrected_kernel",), lambda: calibration.corrected(values, seen)),
+        (calibration, ("_learn_kernel",), lambda: calibration.learn_calibration(values, ids, walked, seen)),
         *((draft_record, ("_record_kernel",), partial(record, count)) for count in (257, 32)),
         (walk, ("_walk_kernel",), lambda: walk.walk(nodes, nodes, nodes, num_nodes=count, max_depth=15)),
     ]

@@ -23,7 +23,7 @@ from deltatree.capture import Captured
 from deltatree.decode.acceptance import LOGIT_LIMIT, LOGIT_SCALE, Drafts
 from deltatree.decode.round import Round
 from deltatree.decode.sampling import Sampler
-from deltatree.device.trees import MarginalTrees, TransitionTrees
+from deltatree.device.trees import CalibratedTrees, MarginalTrees, TransitionTrees
 from deltatree.drafter import FastDFlashDrafter, NoDrafter
 from deltatree.drafter.fast_dflash import FastSession
 from deltatree.drafter.protocol import Drafter
@@ -35,7 +35,7 @@ from deltatree.models.protocol import Target
 from deltatree.state import Nodes, StaticBuffers, StaticState
 from deltatree.state.static import MAX_DEPTH
 from deltatree.transitions.policy import TransitionTree
-from deltatree.tree import DraftTree, best_first, chain, no_draft
+from deltatree.tree import Calibrated, DraftTree, best_first, chain, no_draft
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class RoundWork:
 
     Nothing here knows the generation, so that the graphs, which stay with the buffers, hold none alive.
     context: the drafter's buffers, None without a drafter
-    num_buckets: of a table of transitions, for trees that read one
+    policy: whose trees are built; best-first ones if None
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class RoundWork:
         buffers: StaticBuffers,
         drafter: FastDFlashDrafter | None,
         context,
-        num_buckets: int | None = None,
+        policy: TransitionTree | Calibrated | None = None,
     ) -> None:
         self.target, self.buffers, self.drafter, self.context = target, buffers, drafter, context
         self.max_depth = 0 if drafter is None else drafter.depth
@@ -71,11 +71,19 @@ class RoundWork:
                 self.bonus = self.scratch("bonus", lambda: torch.zeros(1, dtype=torch.int64, device=target.device))
             else:
                 self.bonus = context.bonus
-        self.trees = MarginalTrees() if num_buckets is None else self._transitions(num_buckets)
+        self.trees = self._trees_of(policy)
 
-    def _transitions(self, num_buckets: int) -> TransitionTrees:
-        sizes = self.target.vocab_size, num_buckets, self.max_depth
-        return self.scratch(("transitions", *sizes), lambda: TransitionTrees(*sizes, self.target.device))
+    def _trees_of(
+        self, policy: TransitionTree | Calibrated | None
+    ) -> MarginalTrees | CalibratedTrees | TransitionTrees:
+        """Lent by the buffers, where captured work finds them again."""
+        depth, device = self.max_depth, self.target.device
+        if policy is None:
+            return MarginalTrees()
+        if isinstance(policy, Calibrated):
+            return self.scratch(("calibrated", depth), lambda: CalibratedTrees(depth, device))
+        sizes = self.target.vocab_size, policy.base.num_buckets, depth
+        return self.scratch(("transitions", *sizes), lambda: TransitionTrees(*sizes, device))
 
     def tree(self, count: int) -> TreeBuffers:
         """The buffers of a tree of `count` nodes, root included. Every size lies in the same memory."""
@@ -240,7 +248,7 @@ class DeviceRounds:
 
     state: after prefill, with nothing to commit    session: the drafter's context, or None for plain decoding alone
     features: [n, F], of committed tokens that the session has not seen    bonus: the root of the first tree
-    policy: that has begun the generation, for trees over transitions and their chain
+    policy: that has begun the generation, where its trees are not best-first ones
     """
 
     def __init__(
@@ -250,12 +258,11 @@ class DeviceRounds:
         session: FastSession | None,
         features: Tensor,
         bonus: int,
-        policy: TransitionTree | None = None,
+        policy: TransitionTree | Calibrated | None = None,
     ) -> None:
         self.target, self.state, self.session, self.buffers = target, state, session, state.buffers
         drafter, context = (None, None) if session is None else (session.drafter, session.buffers)
-        num_buckets = None if policy is None else policy.base.num_buckets
-        self.work = RoundWork(target, state.buffers, drafter, context, num_buckets)
+        self.work = RoundWork(target, state.buffers, drafter, context, policy)
         self.max_depth, self.bonus = self.work.max_depth, self.work.bonus
         with torch.inference_mode():
             if session is not None:
@@ -500,7 +507,7 @@ class DeviceRounds:
 class DeviceLoop:
     """The rounds of one generation as `decode` wants them, on the device.
 
-    build_tree: `no_draft`, `chain`, `best_first`, a `TransitionTree`, or a policy that chooses its budget between draft
+    build_tree: `no_draft`, `chain`, `best_first`, a `Calibrated`, a `TransitionTree`, or a policy that chooses its budget between draft
         and verify (`choose`)
     session: the drafter's, None or a resting one for plain decoding    last: prefill
     """
@@ -516,9 +523,9 @@ class DeviceLoop:
         budget: int,
     ) -> None:
         self.target, self.state, self.policy, self.budget = target, state, build_tree, budget
-        transitions = transition_policy(build_tree) if session is not None else None
-        self.is_chain = build_tree is chain or (transitions is build_tree and transitions.is_chain)
-        self.rounds = DeviceRounds(target, state, session, last.features, last.bonus, transitions)
+        learning = learning_policy(build_tree) if session is not None else None
+        self.is_chain = build_tree is chain or (isinstance(build_tree, TransitionTree) and build_tree.is_chain)
+        self.rounds = DeviceRounds(target, state, session, last.features, last.bonus, learning)
         self.nothing = last.features[:0]  # of a round's committed tokens the drafter has seen all
         self._learn: Callable[[], None] = lambda: None  # what the last chosen round taught, to be taken in
 
@@ -617,10 +624,10 @@ class DeviceLoop:
         self.policy.prepare()
 
 
-def transition_policy(build_tree: Callable[..., DraftTree]) -> TransitionTree | None:
-    """The policy, or the one inside that chooses its budget, if it reads transitions."""
+def learning_policy(build_tree: Callable[..., DraftTree]) -> TransitionTree | Calibrated | None:
+    """The policy, or the one inside one that chooses its budget, if its trees depend on what a generation has shown."""
     policy = _chosen_from(build_tree)
-    return policy if isinstance(policy, TransitionTree) else None
+    return policy if isinstance(policy, (TransitionTree, Calibrated)) else None
 
 
 def has_device_tree(build_tree: Callable[..., DraftTree]) -> bool:
@@ -628,7 +635,7 @@ def has_device_tree(build_tree: Callable[..., DraftTree]) -> bool:
     policy = _chosen_from(build_tree)
     if isinstance(policy, TransitionTree):
         return not (policy.is_chain and policy is not build_tree)
-    return policy in (no_draft, chain, best_first)
+    return isinstance(policy, Calibrated) or policy in (no_draft, chain, best_first)
 
 
 def _chosen_from(build_tree: Callable[..., DraftTree]) -> Callable[..., DraftTree]:

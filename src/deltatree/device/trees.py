@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from deltatree.kernels.calibration import Seen, corrected, learn_calibration
 from deltatree.kernels.candidates import top_candidates
 from deltatree.kernels.transition_tree import CANDIDATES, Transitions, build_transition_tree, learn_transitions
 from deltatree.kernels.tree_build import TreeBuffers, build_tree
 from deltatree.kernels.walk import Walked
 from deltatree.transitions.policy import TransitionTree
+from deltatree.tree import Calibrated
 
 
 class MarginalTrees:
@@ -32,6 +34,38 @@ class MarginalTrees:
 
     def pause(self) -> None:
         """Count nothing until the registers are put back."""
+
+
+class CalibratedTrees:
+    """Trees over corrected probabilities, as `tree.Calibrated` builds them, and the chain. Lent to one generation after another."""
+
+    key = "calibrated"
+
+    def __init__(self, depth: int, device: torch.device) -> None:
+        self.seen = Seen.empty(depth, device)
+        self.registers = (self.seen.hits, self.seen.expected)
+        self.first = torch.zeros(depth, 1, device=device), torch.zeros(depth, 1, dtype=torch.int64, device=device)
+
+    def begin(self, policy: Calibrated) -> None:
+        """Start a generation: nothing has been seen."""
+        for register in self.registers:
+            register.zero_()
+
+    def build(self, logits: Tensor, root: Tensor, tree: TreeBuffers, *, chain: bool) -> None:
+        """As `MarginalTrees.build`; keeps the first choices, which `learn` looks at again."""
+        budget = len(tree.token_ids) - 1
+        values, ids = top_candidates(logits, 1 if chain else budget)
+        for kept, found in zip(self.first, (values, ids), strict=True):
+            kept.copy_(found[:, :1])
+        build_tree(values if chain else corrected(values, self.seen), ids, root, budget=budget, out=tree)
+
+    def learn(self, tree: TreeBuffers, choices: Tensor, num_nodes: Tensor, walked: Walked, *, drafted: bool) -> None:
+        """As `MarginalTrees.learn`. Writes the registers."""
+        if drafted:
+            learn_calibration(*self.first, walked, self.seen)
+
+    def pause(self) -> None:
+        """Whatever a warm-up counts is taken back with the registers."""
 
 
 class TransitionTrees:

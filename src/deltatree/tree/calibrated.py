@@ -28,6 +28,10 @@ WEIGHT = 8.0
 """Expected hits that a prior, or the factor of all depths for one of them, counts for."""
 
 
+LEAST_FACTOR = 1e-6
+"""Below a sibling."""
+
+
 class Calibrated:
     """The `budget` best prefixes under corrected probabilities, learnt within one generation.
 
@@ -92,7 +96,7 @@ class Calibrated:
 
     def _below_sibling(self, row: list[float], depth: int) -> list[float]:
         discount = self.factor(BELOW, depth)
-        return row if discount >= 1 else [value + math.log(max(discount, 1e-6)) for value in row]
+        return row if discount >= 1 else [value + math.log(max(discount, LEAST_FACTOR)) for value in row]
 
 
 def _best_prefixes(

@@ -68,7 +68,8 @@ def build_tree(
     """The tree that `tree.best_first` builds of the same candidates, node for node.
 
     values, ids: [D, C] from `top_candidates`: log-probabilities float32, never above 0, best first, and tokens, int32 or
-        int64. C >= budget leaves nothing out: a node of rank r has r better siblings
+        int64. C >= budget leaves nothing out: a node of rank r has r better siblings. values may also be [2, D, C], from
+        `corrected`: for children on the *spine*, where every token before was the best candidate, and for all others
     root: the bonus token of the last round, an int or one integer on the device
     budget: drafted nodes, root not counted    kernel: taps of the convolution, 1 without one
     out: buffers of N = budget + 1 nodes, written and returned instead of new ones; they say the kernel then
@@ -77,16 +78,18 @@ def build_tree(
     """
     check_sizes(values, budget, out)
     out = TreeBuffers.empty(budget + 1, kernel, values.device) if out is None else out
-    values, ids = values[:, :budget].float(), ids[:, :budget].long()
-    width, device = values.shape[1], values.device
+    by_place, ids = values[..., :budget].float().reshape(-1, *ids[:, :budget].shape), ids[:, :budget].long()
+    width, device = ids.shape[1], values.device
 
     # One entry a node, in the order of their ranks as tuples: a node's descendants follow it at once.
     scores = torch.zeros(1, device=device)
     tokens = torch.as_tensor(root, device=device).reshape(1).long()
-    parents, depths = torch.full_like(tokens, -1), torch.zeros_like(tokens)
-    for depth in range(values.shape[0]):
+    parents, depths, branched = torch.full_like(tokens, -1), torch.zeros_like(tokens), torch.zeros_like(tokens)
+    for depth in range(len(ids)):
         leaves = (depths == depth).nonzero()[:, 0]
-        offered = (scores[leaves, None] + values[depth]).flatten()  # [leaves * width]
+        offered = (
+            scores[leaves, None] + by_place[:, depth][branched[leaves] % len(by_place)]
+        ).flatten()  # [leaves * width]
         behind = torch.arange(1, width + 1, device=device)
         places = torch.arange(len(scores), device=device) * (width + 1)
         order = torch.cat([places, (places[leaves, None] + behind).flatten()]).argsort()
@@ -94,8 +97,12 @@ def build_tree(
         tokens = torch.cat([tokens, ids[depth].repeat(len(leaves))])
         parents = torch.cat([parents, leaves.repeat_interleave(width)])
         depths = torch.cat([depths, torch.full_like(offered, depth + 1, dtype=torch.int64)])
+        is_other = (behind > 1).long()
+        branched = torch.cat([branched, (branched[leaves, None] | is_other).flatten()])
         best = scores[order].sort(descending=True, stable=True).indices[: budget + 1]
-        scores, tokens, parents, depths = _kept(order[best.sort().values], scores, tokens, parents, depths)
+        kept = order[best.sort().values]
+        branched = branched[kept]
+        scores, tokens, parents, depths = _kept(kept, scores, tokens, parents, depths)
     best = scores.sort(descending=True, stable=True).indices
     return fill(out, *_kept(best, scores, tokens, parents, depths))
 
@@ -127,9 +134,10 @@ def fill(out: TreeBuffers, scores: Tensor, tokens: Tensor, parents: Tensor, dept
 
 
 def check_sizes(values: Tensor, budget: int, out: TreeBuffers | None) -> None:
-    if not 0 <= budget <= MAX_BUDGET or values.shape[0] > MAX_DEPTH:
+    """values: [..., D, C]"""
+    if not 0 <= budget <= MAX_BUDGET or values.shape[-2] > MAX_DEPTH:
         raise ValueError(
-            f"budget={budget} with {values.shape[0]} depths is out of range; trees of 0 to {MAX_BUDGET} drafted nodes and "
+            f"budget={budget} with {values.shape[-2]} depths is out of range; trees of 0 to {MAX_BUDGET} drafted nodes and "
             f"at most {MAX_DEPTH} depths can be built"
         )
     if out is not None and len(out.token_ids) != budget + 1:

@@ -8,6 +8,8 @@ registers of one warp, each packed into one integer that is compared as a whole:
 
 `place` numbers the offers in the order of their ranks as tuples, which decides between equal scores. The two offers that
 follow a taken one stand where it stood, the first child before the next sibling; what stood behind moves up by one.
+
+With scores of two kinds, `branched` says of every node whether it or one above it is not the best candidate of its depth.
 """
 
 from __future__ import annotations
@@ -45,8 +47,8 @@ def _offer(exists, score, place, parent, depth, rank):
 
 @triton.jit
 def _grow_kernel(
-    values, ids, root, root_here, token_ids, parents, depths, scores, num_nodes,
-    nodes, D, C, svd, svc, sid, sic, SLOTS: tl.constexpr,
+    values, ids, root, root_here, token_ids, parents, depths, scores, num_nodes, branched,
+    nodes, D, C, svp, svd, svc, sid, sic, SLOTS: tl.constexpr,
 ):  # fmt: skip
     token = root_here
     if root is not None:
@@ -55,6 +57,8 @@ def _grow_kernel(
     tl.store(parents, -1)
     tl.store(depths, 0)
     tl.store(scores, 0.0)
+    if branched is not None:
+        tl.store(branched, 0)
     slot = tl.arange(0, SLOTS)  # the offer of node i stands in slot i
     some = (D > 0) & (C > 0)
     first = tl.load(values, mask=some, other=0.0)
@@ -73,8 +77,15 @@ def _grow_kernel(
         has_sibling = found & (rank + 1 < C)
         has_child = found & (depth + 1 < D)
         own = tl.load(scores + parent, mask=found, other=0.0)
-        sibling = own + tl.load(values + depth * svd + (rank + 1) * svc, mask=has_sibling, other=0.0)
-        child = score + tl.load(values + (depth + 1) * svd, mask=has_child, other=0.0)
+        above, here = values, values
+        if branched is not None:
+            is_branch = tl.load(branched + parent, mask=found, other=0)
+            above += is_branch * svp
+            is_branch |= (rank > 0).to(tl.int32)
+            here += is_branch * svp
+            tl.store(branched + node, is_branch)
+        sibling = own + tl.load(above + depth * svd + (rank + 1) * svc, mask=has_sibling, other=0.0)
+        child = score + tl.load(here + (depth + 1) * svd, mask=has_child, other=0.0)
         drafted = tl.load(ids + depth * sid + rank * sic, mask=found, other=0)  # may be wider than the root's integer
         moved = (offers != _NOTHING) & (((offers >> 23) & 511) < behind)
         offers = tl.where(moved, offers - (1 << 23), offers)
@@ -128,16 +139,17 @@ def build_tree(
     check_sizes(values, budget, out)
     out = TreeBuffers.empty(budget + 1, kernel, values.device) if out is None else out
     nodes, on_device = budget + 1, isinstance(root, torch.Tensor)
+    branched = torch.empty(nodes, dtype=torch.int32, device=values.device) if values.dim() == 3 else None
     _grow_kernel[(1,)](
         values, ids, root if on_device else None, 0 if on_device else root,
-        out.token_ids, out.parents, out.depths, out.scores, out.num_nodes,
-        nodes, values.shape[0], min(values.shape[1], budget), *values.stride(), *ids.stride(),
+        out.token_ids, out.parents, out.depths, out.scores, out.num_nodes, branched,
+        nodes, len(ids), min(ids.shape[1], budget), *([0, *values.stride()][-3:]), *ids.stride(),
         SLOTS=max(32, triton.next_power_of_2(budget)), num_warps=1,
     )  # fmt: skip
     block_i = 4
     _relate_kernel[(triton.cdiv(nodes, block_i),)](
         out.parents, out.num_nodes, out.ancestors, out.rows, nodes, *out.ancestors.stride(), *out.rows.stride(),
-        values.shape[0], KERNEL=out.rows.shape[1], BLOCK_I=block_i, BLOCK_J=triton.next_power_of_2(nodes), CHAINED=False,
+        len(ids), KERNEL=out.rows.shape[1], BLOCK_I=block_i, BLOCK_J=triton.next_power_of_2(nodes), CHAINED=False,
         num_warps=2,
     )  # fmt: skip
     return out
