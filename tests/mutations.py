@@ -318,6 +318,48 @@ MUTATIONS = [
         "conv_rows(torch.arange(-1, num_nodes - 1), kernel).T",
         "models/test_tree_forward.py::test_B10_a_second_child_starts_from_its_parent_not_from_its_sibling",
     ),
+    Mutation(
+        "what a draft appended that came to nothing stays in the drafter's context",
+        "drafter/fast_dflash.py",
+        "buffers.length.fill_(self.length)",
+        "buffers.length",
+        "device/test_device_ahead.py::test_any_order_of_rounds_gives_the_text_and_the_state",
+    ),
+    Mutation(
+        "a draft that is made anew appends the same features again",
+        "device/rounds.py",
+        "self.session.buffers.count.zero_()  # the context has what waited",
+        "pass",
+        "device/test_device_ahead.py::test_any_order_of_rounds_gives_the_text_and_the_state",
+    ),
+    Mutation(
+        "a plain round that was launched ahead leaves its path to whatever comes next",
+        "device/rounds.py",
+        "self.buffers.steps.fill_(len(path))",
+        "path",
+        "device/test_device_ahead.py::test_any_order_of_rounds_gives_the_text_and_the_state",
+    ),
+    Mutation(
+        "the host does not count what a plain round that was launched ahead has committed",
+        "device/rounds.py",
+        "        if self._flying is not None:  # it commits this path, and has appended its features\n            self._count_committed()\n",
+        "        if self._flying is not None:  # it commits this path, and has appended its features\n",
+        "device/test_device_ahead.py::test_any_order_of_rounds_gives_the_text_and_the_state",
+    ),
+    Mutation(
+        "what is seen below a sibling counts one depth too late",
+        "kernels/calibration/reference.py",
+        "(BELOW, here & (misses > 0))",
+        "(BELOW, here & (misses > 1))",
+        "kernels/test_calibration.py::test_rounds_learn_and_build_what_the_policy_does",
+    ),
+    Mutation(
+        "a second choice counts as the drafter's spine",
+        "kernels/tree_build/reference.py",
+        "is_other = (behind > 1).long()",
+        "is_other = (behind > 2).long()",
+        "kernels/test_calibration.py::test_rounds_learn_and_build_what_the_policy_does",
+    ),
 ]
 
 

@@ -40,7 +40,7 @@ def test_imports_point_one_way():
     inside = {"tree", "kernels", "state", "verify", "models", "drafter", "decode", "transitions"}
     may = {
         "tree": {"tree", "errors"},
-        "kernels": {"kernels", "transitions", "errors"},
+        "kernels": {"kernels", "tree", "transitions", "errors"},
         "state": {"state", "kernels", "tree", "errors"},
         "verify": {"verify", "state", "kernels", "errors"},
         "transitions": {"transitions", "tree", "errors", "files", "lazy"},
