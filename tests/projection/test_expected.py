@@ -87,7 +87,7 @@ def test_rows_get_what_their_milliseconds_come_to():
     rows = rows_of(profile)
     seconds = seconds_of_rows(rows, more={1: 0.004, 32: 9.0, 257: 0.02})
     assert seconds.trees == {1: 0.004, 9: 0.0074, 65: 0.0115, 257: 0.02}
-    add_expected(rows, profile, seconds, lives=1, generations=8)
+    add_expected(rows, profile, {"best-first": seconds}, lives=1, generations=8)
     plain, chain, *_, auto = rows
     assert plain["expected_speedup"] == chain["expected_speedup_over_dflash"] == 1
     assert max(row["expected_share_of_best_fixed"] for row in rows[:-1]) == 1
