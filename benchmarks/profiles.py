@@ -84,9 +84,10 @@ OBSERVED = (
 
 def _seconds(rows: list[dict], tree: str, options: argparse.Namespace) -> RoundSeconds:
     """What rounds took with the trees of one policy."""
-    took = {row["label"]: row["milliseconds_per_round"] / 1e3 for row in rows}
-    widest = took.get(Arm("ddtree", 64, tree).label, took["DDTree 64"])
-    more = {1: took["plain"] + options.draft_ms / 1e3, 257: widest + options.widest_ms / 1e3}
+    fixed = [row for row in rows if tree_of(row) == tree and row["budget"] != "auto"]
+    plain, widest = rows[0], max(fixed, key=lambda row: row["budget"])
+    beyond = (1, plain, options.draft_ms), (257, widest, options.widest_ms)
+    more = {size: (row["milliseconds_per_round"] + ms) / 1e3 for size, row, ms in beyond}
     return seconds_of_rows(rows, tree, choice=options.choice_ms / 1e3, buckets=BUCKETS, more=more)
 
 
@@ -160,7 +161,7 @@ def main() -> None:
     parser.add_argument(
         "--draft-ms", type=float, default=0.74, help="a draft's own, for sizes below the smallest row's"
     )
-    parser.add_argument("--widest-ms", type=float, default=5.1, help="a round of 257 nodes beyond one of 65")
+    parser.add_argument("--widest-ms", type=float, default=5.1, help="a round of 257 nodes beyond the largest row's")
     parser.add_argument("--lives", type=int, default=24, help="of 16 texts each; after one `auto` has forgotten all")
     options = parser.parse_args()
     if (options.shape is None) == (options.measured is None):
