@@ -15,7 +15,10 @@ from deltatree.tree import best_first
 @pytest.mark.parametrize("name", ["chat"])
 def test_the_device_accepts_what_the_host_accepts(name):
     profile = PROFILES[name]
-    plan = ProjectionPlan(budgets=(8, 16), max_new_tokens=24, repeats=1, context_length=12)
+    plan = ProjectionPlan(
+        budgets=(8, 16), trees=("best-first", "calibrated"), max_new_tokens=24, repeats=1, context_length=12,
+        expected_texts=2,
+    )  # fmt: skip
     rows = []
     for backend in ("reference", "fast"):
         target, timed = target_and_drafter("tiny", profile.depth + 1, device="cpu", backend=backend)

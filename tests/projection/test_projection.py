@@ -7,6 +7,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from deltatree.decode.auto import Experience
 from deltatree.errors import DeltatreeError
 from deltatree.models.protocol import Verified
 from deltatree.projection.profiles import AFTER_SIBLING, AMONG_THREE, PROFILES, SECOND, Profile, parse_profile
@@ -85,6 +86,25 @@ def test_every_method_is_projected_on_the_same_texts(tiny):
     assert auto["tokens"] == plain["tokens"] == [23, 23]
 
 
+def test_every_budget_runs_once_with_each_tree_and_auto_learns_for_each_alone(tiny, monkeypatch):
+    from deltatree.projection import run
+
+    target, drafter = tiny
+    made = []
+    monkeypatch.setattr(run, "Experience", lambda costs: made.append(Experience(costs)) or made[-1])
+    plan = ProjectionPlan(
+        budgets=(6, "auto"), trees=("best-first", "calibrated"), max_new_tokens=16, repeats=1, context_length=20,
+        expected_texts=2,
+    )  # fmt: skip
+    rows = project(target, PROFILES["own-domain"], plan, timed=drafter)
+    trees = ["DDTree 6", "DDTree auto"]
+    assert [row["label"] for row in rows] == ["plain", "DFlash", *trees, *(f"{label} calibrated" for label in trees)]
+    assert [row["tree"] for row in rows] == [None] * 2 + ["best-first"] * 2 + ["calibrated"] * 2
+    assert all(row["departures"] == 0 and row["expected_acceptance_length"] >= 1 for row in rows)
+    first, second = made
+    assert first.costs is not second.costs and min(one.num_drafted for one in made) > 0
+
+
 def test_where_the_text_departs_the_drafter_is_told_how_it_goes_on(tiny):
     """A target that is of another mind on trees stands for a near tie in low precision."""
     target, drafter = tiny
@@ -121,6 +141,9 @@ def test_where_the_text_departs_the_drafter_is_told_how_it_goes_on(tiny):
         (["--shape", "tiny", "--acceptance", "0.5,0.6"], "never rise"),
         (["--shape", "tiny", "--acceptance", "1.5"], "never rise"),
         (["--shape", "tiny", "--budgets", "many"], "budget 'many'"),
+        (["--shape", "tiny", "--tree", "widest"], "tree 'widest' is not known"),
+        (["--shape", "tiny", "--tree", "best-first,transitions"], "random text teaches it nothing"),
+        (["--shape", "tiny", "--tree", "chain"], "tree 'chain' is DFlash"),
         (["--shape", "tiny", "--repeats", "0"], "repeats=0 is not possible"),
         (["--shape", "tiny", "--out", "absent/rows.jsonl"], "does not exist"),
         (["--shape", "tiny", "--context", "5000"], "do not fit into the target's context"),
@@ -138,7 +161,7 @@ def test_the_command_prints_a_table_that_says_what_it_is_or_json_lines(tmp_path)
     from deltatree.cli import app
 
     common = ["plan", "--shape", "tiny", "--device", "cpu", "--max-new-tokens", "8", "--repeats", "1", "--context", "9"]
-    common += ["--budgets", "4", "--acceptance", "0.9,0.8,0.7"]
+    common += ["--tree", "calibrated", "--budgets", "4", "--acceptance", "0.9,0.8,0.7"]
     done = CliRunner().invoke(app, [*common, "--out", str(tmp_path / "rows.jsonl")])
     assert done.exit_code == 0, done.output
     text = " ".join(done.output.split())
@@ -147,7 +170,7 @@ def test_the_command_prints_a_table_that_says_what_it_is_or_json_lines(tmp_path)
     assert [row["method"] for row in rows] == ["ar", "dflash", "ddtree"]
     printed = CliRunner().invoke(app, [*common, "--json"])
     assert [json.loads(line)["label"] for line in printed.stdout.splitlines() if line.startswith("{")] == [
-        "plain", "DFlash", "DDTree 4"
+        "plain", "DFlash", "DDTree 4 calibrated"
     ]  # fmt: skip
 
 

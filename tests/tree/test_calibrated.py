@@ -57,6 +57,8 @@ def test_nodes_come_out_best_first_by_corrected_scores_and_a_prefix_is_a_smaller
     tree = policy(log_probs := torch.randn(5, 7, generator=generator).mul(2).log_softmax(-1), root=3, budget=budget)
     scores = [score(policy, log_probs, tree, node) for node in range(1, len(tree))]
     assert scores == pytest.approx(sorted(scores, reverse=True), abs=1e-6)
+    again, told = policy.scored(log_probs, root=3, budget=budget)
+    assert torch.equal(again.parents, tree.parents) and told.tolist() == pytest.approx([0, *scores], abs=1e-6)
     assert len({tuple(tree.token_ids[path_to(tree, n)].tolist()) for n in range(len(tree))}) == len(tree) == budget + 1
     smaller = policy(log_probs, root=3, budget=budget // 2)
     for field in ("token_ids", "parents", "depths"):

@@ -17,11 +17,13 @@ class Arm:
 
     method: str
     budget: int | str  # drafted nodes a round: 0 for ar, the drafter's depth for dflash
+    tree: str = DEFAULTS.tree  # policy of ddtree, where arms of one run differ in it
 
     @property
     def label(self) -> str:
         """For tables and charts, in words."""
-        return {"ar": "plain", "dflash": "DFlash"}.get(self.method, f"DDTree {self.budget}")
+        tree = "" if self.tree == DEFAULTS.tree else f" {self.tree}"
+        return {"ar": "plain", "dflash": "DFlash"}.get(self.method, f"DDTree {self.budget}{tree}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

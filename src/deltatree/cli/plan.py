@@ -39,6 +39,9 @@ def plan(
     budgets: Annotated[
         str, typer.Option(help="Drafted nodes a round, one row each; auto decides it.")
     ] = "8,16,32,64,auto",
+    tree: Annotated[
+        str, typer.Option(help="Tree policies of ddtree by comma, every budget once with each: best-first, calibrated.")
+    ] = "best-first",
     context: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 256,
     max_new_tokens: Annotated[int, typer.Option(help="For each prompt and method.")] = 128,
     repeats: Annotated[int, typer.Option(help="Prompts; figures are medians over them.")] = 3,
@@ -67,7 +70,12 @@ def plan(
     from deltatree.projection.shapes import target_and_drafter
 
     projected = ProjectionPlan(
-        budgets=chosen, max_new_tokens=max_new_tokens, repeats=repeats, context_length=context, seed=seed
+        budgets=chosen,
+        trees=tuple(name.strip() for name in tree.split(",")),
+        max_new_tokens=max_new_tokens,
+        repeats=repeats,
+        context_length=context,
+        seed=seed,
     )
     if target is not None:
         pair = load_pair(target, drafter, device, dtype, backend)

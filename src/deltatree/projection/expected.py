@@ -2,7 +2,8 @@
 
 A short measured text says to a hundredth what a round takes and hardly what it emits: some thirty rounds scatter by a tenth. So the
 two are separated. Seconds of rounds are given, as they were measured; tokens are counted over texts that are long enough, with the
-drafts of `planted`, the trees of `best_first`, and the choices of `AutoBudget`, which is told those seconds by a counted clock.
+drafts of `planted`, the trees of `best_first` or of `Calibrated` as it learns, and the choices of `AutoBudget`, which is told those
+seconds by a counted clock.
 Every method meets the same drafts at the same places.
 
 What the whole chain would have emitted at a method's places is known, and so is what it emits in the long run, by the profile. The
@@ -12,8 +13,8 @@ Its mean is zero however rounds are chosen, as no choice of a place depends on t
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -27,8 +28,9 @@ from deltatree.decode.options import AUTO
 from deltatree.device.rounds import budget_to_build
 from deltatree.projection.profiles import Profile
 from deltatree.projection.replay import FastReplayDrafter, planted
-from deltatree.tree import best_first, best_first_scored
+from deltatree.tree import Acceptance, Calibrated, DraftTree, best_first, best_first_scored, chain_tree
 
+BEST_FIRST = "best-first"
 _VOCAB = 64  # only the planted tokens matter; no more of them fit into the widest tree
 _WIDEST = 127  # drafted nodes of the trees that are cut to size
 _FAR = 1000  # places between texts
@@ -73,9 +75,11 @@ class RoundSeconds:
 class Place:
     """A draft at one place of the text, and what the target thinks of it."""
 
-    drafts: Drafts  # the widest tree
+    drafts: Drafts  # a tree, the widest one of `best_first` if not said otherwise
     path: np.ndarray  # its accepted nodes, root first, rising
     right: int  # first tokens of the whole chain that are right
+    log_probs: torch.Tensor  # [D, 3] float32, of the planted tokens, best first
+    ranks: tuple[int, ...]  # [D] where the right token stands among them, -1 if nowhere
 
 
 class Text:
@@ -102,15 +106,9 @@ class Text:
         log_probs = torch.full((self.profile.depth, _VOCAB), FastReplayDrafter.LOWEST)
         log_probs.scatter_(1, torch.tensor(tokens), logits)
         tree, scores = best_first_scored(log_probs, root=0, budget=_WIDEST)
-        child = {
-            edge: node for node, edge in enumerate(zip(tree.parents.tolist(), tree.token_ids.tolist(), strict=True))
-        }
-        path = [0]
-        while (depth := len(path)) <= len(truth) and (node := child.get((path[-1], truth[depth - 1]))) is not None:
-            path.append(node)
-        is_right = [row[0] == token for row, token in zip(tokens, truth, strict=True)]
-        right = len(truth) if all(is_right) else is_right.index(False)
-        return Place(Drafts.of(tree.parents.numpy(), tree.depths.numpy(), scores.numpy()), np.array(path), right)
+        ranks = tuple(row.index(token) if token in row else -1 for row, token in zip(tokens, truth, strict=True))
+        right = next((depth for depth, rank in enumerate(ranks) if rank), len(ranks))
+        return Place(_drafts(tree, scores), _path(tree, truth), right, logits, ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +146,7 @@ def simulate(
     text: Text,
     seconds: RoundSeconds,
     *,
+    tree: str = BEST_FIRST,
     is_chain: bool = False,
     num_tokens: int = 127,
     lives: int = 4,
@@ -155,17 +154,20 @@ def simulate(
 ) -> Expected:
     """Generations of one method.
 
-    budget: drafted nodes, 0 for plain decoding, or "auto"    is_chain: the drafter's whole chain instead
+    budget: drafted nodes, 0 for plain decoding, or "auto"    tree: whose nodes, "best-first" or "calibrated"
+    is_chain: the drafter's whole chain instead
     num_tokens: of a generation, beside the one that prefill emits
     lives: how often `auto` starts with nothing but measured costs; each time one more generation teaches it and is not counted
     generations: counted ones of each life
     """
     spent, luck, lengths, nodes = [], [], [], []
     for life in range(lives):
-        arm = _Auto(text, seconds) if budget == AUTO else _Fixed(text, seconds, budget, is_chain)
+        trees = _TREES[tree]()
+        arm = _Auto(text, seconds, trees) if budget == AUTO else _Fixed(text, seconds, trees, budget, is_chain)
         for number in range(generations + 1):
             place = ((generations + 1) * life + number) * (_FAR + num_tokens)
             began, lucky, end = arm.now, arm.luck, place + num_tokens
+            trees.begin()
             arm.begin()
             while place < end:
                 length, num_nodes = arm.round(place)
@@ -191,16 +193,21 @@ def _freed(seconds: np.ndarray, luck: np.ndarray) -> np.ndarray:
 
 def seconds_of_rows(
     rows: list[dict],
+    tree: str = BEST_FIRST,
     *,
     choice: float = 0.0,
     buckets: tuple[int, ...] | None = None,
     more: dict[int, float] | None = None,
 ) -> RoundSeconds:
-    """What rounds took in a projection's rows of one profile.
+    """What rounds took in a projection's rows of one profile, with the trees of one policy.
 
     more: seconds of drafted rounds at sizes below the smallest row's and above the largest one's
     """
-    took = {(row["method"], row["budget"]): row["milliseconds_per_round"] / 1e3 for row in rows}
+    took = {
+        (row["method"], row["budget"]): row["milliseconds_per_round"] / 1e3
+        for row in rows
+        if tree_of(row) in (None, tree)
+    }
     trees = {
         1 + budget: seconds
         for (method, budget), seconds in took.items()
@@ -213,16 +220,26 @@ def seconds_of_rows(
     return RoundSeconds(took["ar", 0], chain, trees or {depth + 1: chain}, choice, buckets)
 
 
-def add_expected(rows: list[dict], profile: Profile, seconds: RoundSeconds, **lengths) -> None:
-    """Add to a projection's rows of one profile what they come to in the long run. lengths: of `simulate`
+def tree_of(row: dict) -> str | None:
+    """Whose trees a projection's row has; None if it has none. Rows of before there were several do not say it."""
+    return row.get("tree", BEST_FIRST) if row["method"] == "ddtree" else None
+
+
+def add_expected(rows: list[dict], profile: Profile, seconds: Mapping[str, RoundSeconds], **lengths) -> None:
+    """Add to a projection's rows of one profile what they come to in the long run.
+
+    seconds: by tree    lengths: of `simulate`
 
     Adds `expected_` columns: acceptance_length, nodes_per_round, milliseconds_per_round, tokens_per_second with
     its relative standard error, speedup, speedup_over_dflash, share_of_best_fixed with its standard error, rounds.
     """
     text = Text(profile)
-    arms = [
-        simulate(row["budget"], text, seconds, is_chain=row["method"] == "dflash", **lengths) for row in rows
-    ]  # fmt: skip
+    arms = []
+    for row in rows:
+        tree = tree_of(row) or next(iter(seconds))
+        arms.append(
+            simulate(row["budget"], text, seconds[tree], tree=tree, is_chain=row["method"] == "dflash", **lengths)
+        )
     by_method = {row["method"]: arm for row, arm in reversed(list(zip(rows, arms, strict=True)))}
     fixed = [arm for row, arm in zip(rows, arms, strict=True) if row["budget"] != AUTO]
     best = max(fixed, key=lambda arm: arm.tokens_per_second)
@@ -243,11 +260,64 @@ def add_expected(rows: list[dict], profile: Profile, seconds: RoundSeconds, **le
         row |= {f"expected_{name}": value for name, value in found.items()}
 
 
+class _BestFirst:
+    """Trees of `best_first`: every place has its widest one."""
+
+    def begin(self) -> None:
+        """A generation begins."""
+
+    def grow(self, here: Place, budget: int) -> Place:
+        """The place with a tree of at least so many drafted nodes, if there are as many. Called once for every draft."""
+        return here
+
+    def learn(self, here: Place, length: int) -> None:
+        """A drafted round has emitted so many tokens there."""
+
+
+class _Calibrated(_BestFirst):
+    """Trees of `Calibrated`, built at every place as it has learned by then. Tokens are called by their ranks."""
+
+    def __init__(self) -> None:
+        self.policy = Calibrated()
+
+    def begin(self) -> None:
+        self.policy.begin([])
+
+    def grow(self, here: Place, budget: int) -> Place:
+        tree, scores = self.policy.scored(here.log_probs, root=_ROOT, budget=budget)
+        return replace(here, drafts=_drafts(tree, scores), path=_path(tree, here.ranks))
+
+    def learn(self, here: Place, length: int) -> None:
+        chosen = [*here.ranks, _BEYOND][:length]
+        visited = chain_tree([_ROOT, *chosen[:-1]])
+        self.policy.observe(visited, Acceptance(list(range(length)), bonus=chosen[-1]), here.log_probs)
+
+
+_ROOT, _BEYOND = 0, -1  # tokens that are no ranks: any will do
+_TREES = {BEST_FIRST: _BestFirst, "calibrated": _Calibrated}
+
+
+def _drafts(tree: DraftTree, scores: torch.Tensor) -> Drafts:
+    return Drafts.of(tree.parents.numpy(), tree.depths.numpy(), scores.numpy())
+
+
+def _path(tree: DraftTree, truth: Sequence[int]) -> np.ndarray:
+    """Nodes that are right, root first. truth: tokens after the root, in the words of the tree"""
+    child = {edge: node for node, edge in enumerate(zip(tree.parents.tolist(), tree.token_ids.tolist(), strict=True))}
+    path = [0]
+    for token in truth:
+        node = child.get((path[-1], token))
+        if node is None:
+            break
+        path.append(node)
+    return np.array(path)
+
+
 class _Fixed:
     """Plain decoding, the whole chain, or trees of one size."""
 
-    def __init__(self, text: Text, seconds: RoundSeconds, budget: int, is_chain: bool) -> None:
-        self.text, self.now, self.luck = text, 0.0, 0.0
+    def __init__(self, text: Text, seconds: RoundSeconds, trees: _BestFirst, budget: int, is_chain: bool) -> None:
+        self.text, self.trees, self.now, self.luck = text, trees, 0.0, 0.0
         self.size = 1 + (text.profile.depth if is_chain else budget)
         self.is_chain = is_chain
         self.seconds = seconds.plain if self.size == 1 else seconds.chain if is_chain else seconds.tree(self.size)
@@ -262,14 +332,18 @@ class _Fixed:
             return 1, 1
         here = self.text.place(place)
         self.luck += self.text.luck(here)
-        return (_of_chain if self.is_chain else _of_tree)(here, self.size), self.size
+        if self.is_chain:
+            return _of_chain(here, self.size), self.size
+        length = _of_tree(self.trees.grow(here, self.size - 1), self.size)
+        self.trees.learn(here, length)
+        return length, self.size
 
 
 class _Auto:
     """Budget `auto` as `DeviceLoop` asks it; what a round has taught is taken in while the next one drafts."""
 
-    def __init__(self, text: Text, seconds: RoundSeconds) -> None:
-        self.text, self.seconds, self.now, self.luck = text, seconds, 0.0, 0.0
+    def __init__(self, text: Text, seconds: RoundSeconds, trees: _BestFirst) -> None:
+        self.text, self.seconds, self.trees, self.now, self.luck = text, seconds, trees, 0.0, 0.0
         buckets, depth = seconds.buckets, text.profile.depth
         sizes = _sizes(buckets or NODE_COUNTS, depth + 1)
         costs = RoundCosts(sizes, captured=buckets is not None, clock=lambda: self.now)
@@ -297,7 +371,7 @@ class _Auto:
         return length, size
 
     def _drafted(self, here: Place) -> tuple[int, int]:
-        policy, drafts = self.policy, here.drafts
+        policy = self.policy
         self.luck += self.text.luck(here)
         habit = policy.habit() if self.seconds.buckets is not None else None
         self._take_in()
@@ -305,11 +379,13 @@ class _Auto:
             wanted = min(policy.widest, self.most)
             if self.seconds.buckets is not None:
                 wanted = budget_to_build(wanted, self.most)
-            size, is_chain = len(policy.choose(drafts.cut(1 + wanted))), policy.choice.is_chain
+            here = self.trees.grow(here, wanted)
+            size, is_chain = len(policy.choose(here.drafts.cut(1 + wanted))), policy.choice.is_chain
             self._paused = self.seconds.choice
             self.now += self._paused
         else:
             size, is_chain = habit
+            here = self.trees.grow(here, size - 1)
         if is_chain:
             depth = self.text.profile.depth
             filled = min(self.seconds.filled(size), depth + 1)  # lengthened to what is captured
@@ -319,6 +395,7 @@ class _Auto:
             self.now += self.seconds.tree(size)
             length = _of_tree(here, size)
             path = here.path[:length].tolist()
+        self.trees.learn(here, length)
         self._learn = policy.lesson(path, size)
         return length, size
 
@@ -328,7 +405,7 @@ class _Auto:
 
 
 def _of_tree(place: Place, size: int) -> int:
-    """Tokens emitted if the first nodes of the widest tree are verified."""
+    """Tokens emitted if the first nodes of the tree are verified."""
     return int(np.searchsorted(place.path, size))
 
 

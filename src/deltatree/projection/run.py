@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from statistics import median
 
@@ -14,13 +15,14 @@ from deltatree.bench.plan import Arm
 from deltatree.decode import Ending, GenerateOptions, Sampler, decode
 from deltatree.decode.auto import LOOK, Experience
 from deltatree.decode.calibration import capture_choices, round_costs
+from deltatree.decode.costs import RoundCosts
 from deltatree.decode.methods import plan as plan_method
-from deltatree.decode.options import AUTO
+from deltatree.decode.options import AUTO, TRANSITION_TREES
 from deltatree.drafter import FastDFlashDrafter
 from deltatree.drafter.protocol import Drafter
 from deltatree.errors import OptionError
 from deltatree.models.protocol import Target
-from deltatree.projection.expected import add_expected, seconds_of_rows
+from deltatree.projection.expected import RoundSeconds, add_expected, seconds_of_rows
 from deltatree.projection.profiles import Profile
 from deltatree.projection.replay import FastReplayDrafter, ReplayDrafter
 from deltatree.tree import no_draft
@@ -39,6 +41,7 @@ class ProjectionPlan:
     """Options of a projection, checked when made. Raises OptionError."""
 
     budgets: tuple[int | str, ...] = (8, 16, 32, 64, AUTO)
+    trees: tuple[str, ...] = ("best-first",)  # policies of ddtree: every budget runs once with each
     max_new_tokens: int = 128
     repeats: int = 3  # prompts; figures are medians over them
     context_length: int = 256  # tokens of each prompt
@@ -58,9 +61,26 @@ class ProjectionPlan:
                 raise OptionError(f"{name}={value!r} is not possible; give a whole number of at least {least}")
         for budget in self.budgets:
             GenerateOptions(budget=budget)
+        if not self.trees:
+            raise OptionError("a projection needs at least one tree, e.g. best-first")
+        for tree in self.trees:
+            GenerateOptions(tree=tree)
+            if tree in TRANSITION_TREES:
+                raise OptionError(
+                    f"tree {tree!r} scores by what the target writes, and a projection's random text teaches it nothing; "
+                    "give best-first or calibrated"
+                )
+            if tree == "chain":
+                raise OptionError(
+                    "tree 'chain' is DFlash, which a projection has anyway; give best-first or calibrated"
+                )
 
     def arms(self, depth: int) -> list[Arm]:
-        return [Arm("ar", 0), Arm("dflash", depth), *(Arm("ddtree", budget) for budget in dict.fromkeys(self.budgets))]
+        """Plain decoding, the chain, and the trees one policy after the other. depth: the drafter's"""
+        budgets, trees = dict.fromkeys(self.budgets), dict.fromkeys(self.trees)
+        return [
+            Arm("ar", 0), Arm("dflash", depth), *(Arm("ddtree", budget, tree) for tree in trees for budget in budgets)
+        ]  # fmt: skip
 
 
 @dataclass
@@ -115,25 +135,33 @@ def project(
 
 def _expect(rows: list[dict], passes: dict[Arm, list[_Pass]], projection: _Projection, profile: Profile) -> None:
     """Add what the measured rounds come to in the long run."""
-    target, plan, experience = projection.target, projection.plan, projection.experience
-    buckets = getattr(target, "node_buckets", None)
-    more = {}
-    if experience is not None:  # sizes that no arm runs, as `auto` has learned them
-        sizes = experience.costs.node_counts
-        more = dict(zip(sizes.tolist(), experience.costs.drafted(sizes, plan.context_length).tolist(), strict=True))
-    seconds = seconds_of_rows(rows, buckets=buckets, more=more)
-    if projection.is_on_device:
-        chosen = [one for arm, ones in passes.items() if arm.budget == AUTO for one in ones[1:]]
-        over = [
-            took - seconds.tree(nodes + 1)
-            for one in chosen
-            for nodes, took in zip(one.nodes, one.round_seconds, strict=True)
-            if nodes
-        ]
-        seconds = replace(seconds, choice=max(median(over), 0.0) if over else LOOK)
+    plan = projection.plan
+    seconds = {tree: _seconds(rows, passes, projection, tree) for tree in plan.trees}
     add_expected(
         rows, profile, seconds, num_tokens=plan.max_new_tokens - 1, lives=1, generations=plan.expected_texts
     )  # fmt: skip
+
+
+def _seconds(
+    rows: list[dict], passes: dict[Arm, list[_Pass]], projection: _Projection, tree: str
+) -> RoundSeconds:  # fmt: skip
+    """What rounds took with the trees of one policy."""
+    target, experience = projection.target, projection.experiences.get(tree)
+    more = {}
+    if experience is not None:  # sizes that no arm runs, as `auto` has learned them
+        sizes = experience.costs.node_counts
+        learned = experience.costs.drafted(sizes, projection.plan.context_length)
+        more = dict(zip(sizes.tolist(), learned.tolist(), strict=True))
+    seconds = seconds_of_rows(rows, tree, buckets=getattr(target, "node_buckets", None), more=more)
+    if not projection.is_on_device:
+        return seconds
+    over = [
+        took - seconds.tree(nodes + 1)
+        for one in passes.get(Arm("ddtree", AUTO, tree), [])[1:]
+        for nodes, took in zip(one.nodes, one.round_seconds, strict=True)
+        if nodes
+    ]
+    return replace(seconds, choice=max(median(over), 0.0) if over else LOOK)
 
 
 @dataclass
@@ -142,7 +170,8 @@ class _Projection:
     drafter: ReplayDrafter
     plan: ProjectionPlan
     names: tuple[str, str]
-    experience: Experience | None = None
+    costs: RoundCosts | None = None  # as they were measured, before any text
+    experiences: dict[str, Experience] = field(default_factory=dict)  # of `auto`, by tree: none learns from another's
 
     def __post_init__(self) -> None:
         self.is_on_device = isinstance(self.drafter.timed, FastDFlashDrafter) and self.target.device_rounds
@@ -201,13 +230,18 @@ class _Projection:
             self.drafts.plant(lengths)
 
     def _rounds(self, arm: Arm, prompt: list[int]) -> Iterator:
-        """A generation that has not begun. Before the first one of `auto` it is measured what rounds cost."""
-        options = GenerateOptions(method=arm.method, budget=arm.budget, max_new_tokens=self.plan.max_new_tokens)
-        if arm.budget == AUTO and self.experience is None:
+        """A generation that has not begun. Before the first one of `auto` with a tree, its choices are captured."""
+        options = GenerateOptions(
+            method=arm.method, budget=arm.budget, tree=arm.tree, max_new_tokens=self.plan.max_new_tokens
+        )
+        is_first = arm.budget == AUTO and arm.tree not in self.experiences
+        if is_first:
             self._tell([], range(LEARNING))
-            self.experience = Experience(round_costs(self.target, self.drafts, (*self.names, "projection")))
-            capture_choices(self.target, self.drafts, self.experience.costs)
-        drafter, policy, budget = plan_method(options, self.drafts, self.target.vocab_size, self.experience)
+            self.experiences[arm.tree] = Experience(self._costs())
+        experience = self.experiences.get(arm.tree)
+        drafter, policy, budget = plan_method(options, self.drafts, self.target.vocab_size, experience)
+        if is_first:
+            capture_choices(self.target, self.drafts, experience.costs, policy.policy)
         return decode(
             self.target,
             drafter,
@@ -217,6 +251,12 @@ class _Projection:
             ending=Ending(self.plan.max_new_tokens),
             sampler=Sampler(),
         )
+
+    def _costs(self) -> RoundCosts:
+        """What rounds cost: measured once, a copy for everyone who goes on learning."""
+        if self.costs is None:
+            self.costs = round_costs(self.target, self.drafts, (*self.names, "projection"))
+        return deepcopy(self.costs)
 
     def _num_captured(self) -> int:
         return sum(getattr(part, "num_captured", 0) for part in (self.target, self.drafts))
@@ -258,6 +298,7 @@ def _row(
         "repeats": plan.repeats,
         "method": arm.method,
         "budget": arm.budget,
+        "tree": arm.tree if arm.method == "ddtree" else None,
         "label": arm.label,
         "tokens_per_second": median(one.tokens / one.seconds for one in own),
         "speedup": speedup(plain),

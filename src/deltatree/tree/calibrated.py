@@ -53,9 +53,13 @@ class Calibrated:
 
     def __call__(self, log_probs: Tensor, *, root: int, budget: int) -> DraftTree:
         """log_probs: [D, vocab] float32, never above 0"""
+        return self.scored(log_probs, root=root, budget=budget)[0]
+
+    def scored(self, log_probs: Tensor, *, root: int, budget: int) -> tuple[DraftTree, Tensor]:
+        """The tree with every node's corrected log-probability of its prefix, [N] float64, the root's 0, never rising."""
         self._first = []
         if budget <= 0 or log_probs.shape[0] == 0:
-            return chain_tree([root])
+            return chain_tree([root]), torch.zeros(1, dtype=torch.float64)
         values, ids = (x.tolist() for x in top_candidates(log_probs.float(), budget))
         self._first = [(tokens[0], math.exp(row[0])) for row, tokens in zip(values, ids, strict=True)]
         rows = [(self._on_spine(row, depth), self._below_sibling(row, depth)) for depth, row in enumerate(values)]
@@ -101,7 +105,7 @@ class Calibrated:
 
 def _best_prefixes(
     rows: list[tuple[list[float], list[float]]], ids: list[list[int]], root: int, budget: int
-) -> DraftTree:
+) -> tuple[DraftTree, Tensor]:
     """The best prefixes by a heap, as in `best_first`, with two rows of scores a depth: on the spine, below a sibling."""
     tokens, parents, depths, scores, places = [root], [-1], [0], [0.0], [SPINE]
     heap = [(-rows[0][SPINE][0], (0,), 0)]  # (minus score, rank at each depth, parent node)
@@ -118,4 +122,5 @@ def _best_prefixes(
             heapq.heappush(heap, (-(scores[parent] + row[rank + 1]), (*ranks[:-1], rank + 1), parent))
         if depth < len(rows):
             heapq.heappush(heap, (-(scores[node] + rows[depth][places[node]][0]), (*ranks, 0), node))
-    return DraftTree(torch.tensor(tokens), torch.tensor(parents), torch.tensor(depths))
+    tree = DraftTree(torch.tensor(tokens), torch.tensor(parents), torch.tensor(depths))
+    return tree, torch.tensor(scores, dtype=torch.float64)
