@@ -15,9 +15,11 @@ from deltatree.tree import best_first, no_draft
 from deltatree.verify.chain import fla_chain, own_chain
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-needs_fla = pytest.mark.skipif(
-    importlib.util.find_spec("fla") is None, reason="flash-linear-attention is not installed"
-)
+HAS_FLA = importlib.util.find_spec("fla") is not None
+needs_fla = pytest.mark.skipif(not HAS_FLA, reason="flash-linear-attention is not installed")
+LIBRARY_TOLERANCE = (
+    5e-3 if HAS_FLA else 1e-3
+)  # its forward takes that package by itself, whose float32 products are TF32
 CONTEXT = 24_576
 
 
@@ -80,10 +82,10 @@ def test_later_chunks_attend_to_what_they_may_without_a_mask(architecture, monke
     target = ReferenceTarget(model)
     with torch.inference_mode():
         expected = model(torch.tensor([prompt], device="cuda"), use_cache=False).logits[0, -1:].float()
-    assert relative(target.prefill(prompt, target.new_state()).logits, expected) < 1e-3
+    assert relative(target.prefill(prompt, target.new_state()).logits, expected) < LIBRARY_TOLERANCE
     monkeypatch.setattr(reference, "PREFILL_CHUNK", 64)
     assert type(target._chain_mask("full_attention", 64, 64)).__name__ == "CausalBias"
-    assert relative(target.prefill(prompt, target.new_state()).logits, expected) < 1e-3
+    assert relative(target.prefill(prompt, target.new_state()).logits, expected) < LIBRARY_TOLERANCE
 
 
 @pytest.mark.parametrize("prefill", ["own", pytest.param("fla", marks=needs_fla)])
@@ -111,7 +113,7 @@ def test_a_long_prompt_takes_no_more_than_one_chunks_memory(prefill):
 def test_plain_and_drafted_decoding_start_from_the_same_bits():
     model = random_target("tiny", dtype=torch.bfloat16).model
     prompt = [(7 * i + 3) % 997 for i in range(300)]
-    target = FastTarget(ReferenceTarget(model), context_length=1024, buckets=(1, 9, 17))
+    target = FastTarget(ReferenceTarget(model, prefill="fla"), context_length=1024, buckets=(1, 9, 17))
     assert target.reference.chain_rule is fla_chain
     results = [target.prefill(prompt, target.new_state()).logits for _ in range(2)]
     assert torch.equal(*results)

@@ -42,7 +42,7 @@ _SHORTEST_HABIT, _LONGEST_HABIT = 8, 32  # rounds without a look
 _HABIT_MEMORY = 0.95  # of what choices bring, a look
 _FEW_FEATURES = 32  # tokens that the drafter takes in beside drafting; a prompt takes a time of its own
 
-LOOK = 0.00013
+LOOK = 0.0002
 """Seconds that a round on the device takes longer where the host looks at its tree: a matter of the host, not of the target."""
 
 
