@@ -10,7 +10,7 @@ from tiny import VOCAB
 
 from deltatree.capture import Captured
 from deltatree.decode import Ending, GenerateOptions, Sampler, decode, sampler_for, stream
-from deltatree.decode.auto import AutoBudget, Experience
+from deltatree.decode.auto import AutoBudget, Experience, Habits
 from deltatree.decode.calibration import capture_choices
 from deltatree.decode.costs import RoundCosts
 from deltatree.device import DeviceRounds
@@ -217,6 +217,14 @@ POLICIES = {
 }
 
 
+class Always(Habits):
+    """A habit from the first round on."""
+
+    def __init__(self, *, is_chain: bool) -> None:
+        super().__init__()
+        self.last, self.lasts = (1, is_chain), 1000
+
+
 @pytest.mark.parametrize(
     ("tree", "is_greedy"), [*((tree, True) for tree in POLICIES), ("best-first", False), ("transitions", False)]
 )
@@ -230,9 +238,12 @@ def test_all_that_auto_may_choose_can_be_captured_ahead(pair, tree, is_greedy):
     capture_choices(target, drafter, costs, policy, sampler)
     target.capture_host_steps(drafter.depth + 1)
     captured = target.num_captured + drafter.num_captured
-    auto = AutoBudget(policy, Experience(costs))
-    rounds = decode(target, drafter, PROMPT, build_tree=auto, budget=39, ending=Ending(60), sampler=sampler)
-    assert len({r.num_nodes for r in rounds}) > 1
+    experience = Experience(costs)
+    for _ in range(2):  # the second one may begin with a habit
+        auto = AutoBudget(policy, experience)
+        rounds = decode(target, drafter, PROMPT, build_tree=auto, budget=39, ending=Ending(60), sampler=sampler)
+        assert len({r.num_nodes for r in rounds}) > 1
+        experience.habits = Always(is_chain=tree == "best-first")
     assert target.num_captured + drafter.num_captured == captured
 
 

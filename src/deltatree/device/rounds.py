@@ -304,14 +304,16 @@ class DeviceRounds:
             self._begin(self.half(budget, chain=chain))
         return self._end(self._count(budget, chain), chain, then, meanwhile)
 
-    def draft(self, budget: int, meanwhile: Callable[[], None] = lambda: None) -> Drafts:
-        """The first half of a round whose budget is chosen in between: draft, and build the widest tree.
+    def offer(self, budget: int) -> None:
+        """The first half of a round whose budget is chosen later: draft, and build the widest tree."""
+        self._begin(self.half(budget, offer=True))
 
-        Returns its nodes, best ones first.
+    def draft(self, budget: int, meanwhile: Callable[[], None] = lambda: None) -> Drafts:
+        """`offer`, and the nodes of its tree, best ones first.
 
         meanwhile: what the host does while the device drafts
         """
-        self._begin(self.half(budget, offer=True))
+        self.offer(budget)
         meanwhile()
         record = self._offered.wait()
         kept = int(record[0, 0])
@@ -326,7 +328,7 @@ class DeviceRounds:
         then: Half | None = None,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> DeviceRound:
-        """The second half: verify the best `budget` nodes of the tree that `draft` built, and walk.
+        """The second half: verify the best `budget` nodes of the tree that was offered, and walk.
 
         chain: verify the drafter's most probable tokens in one line instead
         then, meanwhile: as for `run`
@@ -580,7 +582,7 @@ class DeviceLoop:
         if rounds.session is None or getattr(policy, "rests", False):
             return REST
         if hasattr(policy, "choose"):
-            return rounds.half(budget_to_build(policy.widest, self.budget), offer=True)
+            return rounds.half(self._widest(), offer=True)
         return rounds.half(self.budget, chain=self.is_chain)
 
     def _plain(self, is_last: bool) -> DeviceRound:
@@ -595,17 +597,19 @@ class DeviceLoop:
             return rounds.run(0, then=self._next(is_last), meanwhile=self._take_in)
         habit = policy.habit()
         if habit is not None:
-            size, is_chain = habit
-            budget = self._filled(size, is_chain) - 1
-            done = rounds.run(budget, chain=is_chain, then=self._next(is_last), meanwhile=self._take_in)
+            (size, is_chain), meanwhile = habit, self._take_in
+            rounds.offer(self._widest(1 if is_chain else size))
         else:
-            drafted = rounds.draft(budget_to_build(policy.widest, self.budget), meanwhile=self._take_in_and_prepare)
-            size = len(policy.choose(drafted))
-            is_chain = policy.choice.is_chain
-            budget = self._filled(size, is_chain) - 1
-            done = rounds.verify(budget, chain=is_chain, then=self._next(is_last), meanwhile=policy.settle)
+            drafted = rounds.draft(self._widest(), meanwhile=self._take_in_and_prepare)
+            size, is_chain, meanwhile = len(policy.choose(drafted)), policy.choice.is_chain, policy.settle
+        budget = self._filled(size, is_chain) - 1
+        done = rounds.verify(budget, chain=is_chain, then=self._next(is_last), meanwhile=meanwhile)
         self._learn = policy.lesson(done.path[:size], size)
         return done
+
+    def _widest(self, size: int = 1) -> int:
+        """Budget of the tree to choose from, or to take `size` nodes of unseen."""
+        return budget_to_build(max(self.policy.widest, size - 1), self.budget)
 
     def _filled(self, size: int, is_chain: bool) -> int:
         """Nodes to verify. A chain is lengthened to what is captured and costs what that costs; the policy only judges what
