@@ -238,12 +238,11 @@ def test_all_that_auto_may_choose_can_be_captured_ahead(pair, tree, is_greedy):
     capture_choices(target, drafter, costs, policy, sampler)
     target.capture_host_steps(drafter.depth + 1)
     captured = target.num_captured + drafter.num_captured
-    experience = Experience(costs)
-    for _ in range(2):  # the second one may begin with a habit
+    habits = Habits(), Always(is_chain=tree == "best-first")  # the second text begins with one
+    for experience in (Experience(costs, habits=habits[0]), Experience(costs, habits=habits[1])):
         auto = AutoBudget(policy, experience)
         rounds = decode(target, drafter, PROMPT, build_tree=auto, budget=39, ending=Ending(60), sampler=sampler)
         assert len({r.num_nodes for r in rounds}) > 1
-        experience.habits = Always(is_chain=tree == "best-first")
     assert target.num_captured + drafter.num_captured == captured
 
 
