@@ -18,6 +18,7 @@ from matplotlib.patches import Patch
 from deltatree.bench.plan import Arm
 from deltatree.bench.stages import STAGES
 from deltatree.chart.runs import ChartRun, arm_of, load_runs
+from deltatree.decode.options import AUTO
 from deltatree.errors import RecordError
 
 TREE_RAMP = LinearSegmentedColormap.from_list("trees", ["#FCD8A6", "#E58A1F", "#9C4A0A"])
@@ -190,9 +191,11 @@ def _acceptance_over_budget(ax: Axes, runs: list[ChartRun]) -> None:
             look = dict(color=colour, marker=MARKERS[names.index(name) % len(MARKERS)], markersize=6, linewidth=1.6)
             hollow = dict(markerfacecolor="white") if run_place % 2 else {}
             figures = {arm_of(group): group["acceptance_length"]["token_weighted"] for group in run.drafted(name)}
-            points = [(places[a.budget], v) for a, v in figures.items() if a.method == "ddtree" and v is not None]
-            xs, ys = [x for x, _ in points], [y for _, y in points]
-            ax.plot(xs, ys, linestyle=LINES[run_place % len(LINES)], **look, **hollow)
+            trees = {arm.budget: v for arm, v in figures.items() if arm.method == "ddtree" and v is not None}
+            chosen = [trees.pop(AUTO)] if AUTO in trees else []  # no larger than the largest: it stands by itself
+            xs, line = [places[budget] for budget in trees], LINES[run_place % len(LINES)]
+            ax.plot(xs, list(trees.values()), linestyle=line, **look, **hollow)
+            ax.plot([places[AUTO]] if chosen else [], chosen, linestyle="none", **look, **hollow)
             chain = [v for a, v in figures.items() if a.method == "dflash" and v is not None]
             ax.plot([-1] * len(chain), chain, linestyle="none", **look, **hollow)
     ticks = ([-1] if has_chain else []) + list(places.values())
