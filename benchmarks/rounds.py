@@ -54,7 +54,8 @@ import transformers
 from deltatree.decode.auto import AutoBudget, Experience
 from deltatree.decode.costs import RoundCosts
 from deltatree.device import DeviceRounds
-from deltatree.device.rounds import REST, Arrival, Half, Span, budget_to_build
+from deltatree.device.launches import REST, Arrival, Half, Span
+from deltatree.device.loop import budget_to_build
 from deltatree.models import FastTarget
 from deltatree.models.shapes import SHAPES
 from deltatree.projection.profiles import PROFILES, Profile, parse_profile

@@ -13,7 +13,8 @@ from tiny import VOCAB
 from deltatree.decode import Ending, Sampler, decode, stream
 from deltatree.decode.auto import AutoBudget, Experience
 from deltatree.decode.costs import RoundCosts
-from deltatree.device.rounds import REST, Half
+from deltatree.device import DeviceRounds
+from deltatree.device.launches import REST, Arrival, Half
 from deltatree.drafter import NoDrafter
 from deltatree.tree import best_first, no_draft
 
@@ -146,8 +147,6 @@ def test_texts_in_turns_each_with_a_draft_in_flight(pair, budgets):  # noqa: F81
 
 def test_the_last_round_launches_nothing(pair, monkeypatch):  # noqa: F811
     """A text that ends by its length wastes neither a draft nor a plain round."""
-    from deltatree.device.rounds import DeviceRounds
-
     target, drafter = pair
     launched = []
     half, verify = DeviceRounds._launch_half, DeviceRounds._launch_verify
@@ -161,8 +160,6 @@ def test_the_last_round_launches_nothing(pair, monkeypatch):  # noqa: F811
 
 def test_drafts_are_launched_behind_verify(pair, monkeypatch):  # noqa: F811
     """From the second drafted round on the device has its next work before the host reads a record."""
-    from deltatree.device.rounds import Arrival, DeviceRounds
-
     target, drafter = pair
     order = []
     for name in ("_launch_half", "_launch_verify"):

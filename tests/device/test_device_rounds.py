@@ -14,7 +14,7 @@ from deltatree.decode.auto import AutoBudget, Experience, Habits
 from deltatree.decode.calibration import capture_choices
 from deltatree.decode.costs import RoundCosts
 from deltatree.device import DeviceRounds
-from deltatree.device.rounds import budget_to_build, has_device_tree
+from deltatree.device.loop import budget_to_build, has_device_tree
 from deltatree.drafter import FastDFlashDrafter, NoDrafter, load_drafter, read_drafter_config
 from deltatree.models import FastTarget, ReferenceTarget
 from deltatree.transitions import TransitionTable, TransitionTree

@@ -10,7 +10,7 @@ from deltatree.decode import Ending, Sampler, decode, stream
 from deltatree.decode.auto import AutoBudget, Experience
 from deltatree.decode.costs import RoundCosts
 from deltatree.device import DeviceRounds
-from deltatree.device.rounds import has_device_tree
+from deltatree.device.loop import has_device_tree
 from deltatree.drafter import FastDFlashDrafter, NoDrafter, load_drafter, read_drafter_config
 from deltatree.models import FastTarget, ReferenceTarget
 from deltatree.transitions import TransitionTable, TransitionTree

@@ -131,7 +131,7 @@ def covers_device(target: Target, *args) -> bool:
 
 def device_loop(target: Target, state: TreeState, session: DraftSession | None, last: Round, **options):
     """The rounds of one generation on the device."""
-    from deltatree.device.rounds import DeviceLoop, FastSession
+    from deltatree.device.loop import DeviceLoop, FastSession
 
     return DeviceLoop(target, state, session if isinstance(session, FastSession) else None, last, **options)
 

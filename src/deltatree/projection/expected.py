@@ -25,7 +25,7 @@ from deltatree.decode.auto import AutoBudget, Experience
 from deltatree.decode.calibration import _sizes, _spread
 from deltatree.decode.costs import NODE_COUNTS, RoundCosts
 from deltatree.decode.options import AUTO
-from deltatree.device.rounds import budget_to_build
+from deltatree.device.loop import budget_to_build
 from deltatree.projection.profiles import Profile
 from deltatree.projection.replay import FastReplayDrafter, planted
 from deltatree.tree import Acceptance, Calibrated, DraftTree, best_first, best_first_scored, chain_tree
