@@ -195,7 +195,7 @@ def test_what_fails_inside_stays_inside(start, pair, caplog):
     verify, broken.target.verify = broken.target.verify, explode
     server = start(broken)
     with caplog.at_level(logging.CRITICAL):
-        status, got = server.chat(max_tokens=4)
+        status, got = server.chat(max_tokens=4, temperature=0)  # a sampled text may end before it is verified
     assert status == 500 and "secret" not in json.dumps(got)
     broken.target.verify = verify
     assert server.chat(max_tokens=4, temperature=0)[1]["choices"][0]["message"]["content"] is not None
