@@ -106,6 +106,15 @@ def first_half(half: Half) -> str:
     return "rest" if half == REST else "draft"
 
 
+def is_running(span: Span) -> bool:
+    return bool(span._events) and not span._events[1].query()
+
+
+def pause_us(before: Span, after: Span) -> float:
+    """From the end of one to the start of the other, both of them passed."""
+    return 1e3 * before._events[1].elapsed_time(after._events[0])
+
+
 @contextmanager
 def watched() -> Iterator[list[Launch]]:
     """Every launch from here on."""
@@ -115,7 +124,7 @@ def watched() -> Iterator[list[Launch]]:
     def noted(launch: Callable, name: str, rounds: DeviceRounds, *options):
         nonlocal last
         begun = time.perf_counter()
-        was_ahead = last is not None and not last.has_ended
+        was_ahead = last is not None and is_running(last)
         done = launch(rounds, *options)
         last = rounds._drafting if done is None else done.spans[1]
         seen.append(Launch(name, last, was_ahead, 1e6 * (begun - arrived), 1e6 * (time.perf_counter() - begun)))
@@ -237,7 +246,7 @@ def by_events(rounds: DeviceRounds, budget: int, milliseconds: list[float], laun
     found |= {key: value for name in busy for key, value in spread(f"{name}_ms", busy[name]).items()}
     pauses = defaultdict(list)
     for before, after in pairwise(launch for of in launches for launch in of.values()):
-        pauses[f"{before.name} -> {after.name}"].append(1e6 * before.span.pause_before(after.span) + wait_us(after))
+        pauses[f"{before.name} -> {after.name}"].append(pause_us(before.span, after.span) + wait_us(after))
     num_long = sum(mean(pause > LONG_PAUSE for pause in those) for those in pauses.values())
     return found | {
         "pauses_us": {where: round(median(those), 1) for where, those in pauses.items()},
@@ -254,7 +263,7 @@ def idle_launch_us(rounds: DeviceRounds, budget: int, name: str) -> float:
     """How long an idle device waits for a half's launch. Every replay has the same to do, and commits nothing."""
     counts, bonus = (rounds.buffers.steps, rounds.session.buffers.count), rounds.bonus.clone()
     half = rounds.half(budget)
-    work = rounds._captured("verify", half.count) if name == "verify" else rounds._captured_half(half)
+    work = rounds._captured("verify", half.count) if name == "verify" else rounds._captured(*half)
 
     def span_us(*, is_busy: bool) -> float:
         for count in counts:

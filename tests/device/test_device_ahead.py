@@ -61,7 +61,7 @@ def test_any_order_of_rounds_gives_the_text_and_the_state(pair, order, kept):  #
     truth = truth_of(target, 80)
     state, rounds = started(target, drafter)
     for half in OTHERS.values():
-        rounds._captured_half(half)  # only what is captured is launched ahead
+        rounds._captured(*half)  # only what is captured is launched ahead
     text = truth[:1]
     for step, following in itertools.pairwise([*order, order[0]]):  # behind the last one something is in flight, too
         budget, is_chain, looks, _ = step

@@ -50,20 +50,12 @@ class Span:
     def seconds(self) -> float | None:
         return self._events[0].elapsed_time(self._events[1]) / 1e3 if self._events else None
 
-    @property
-    def has_ended(self) -> bool:
-        return not self._events or self._events[1].query()
-
-    def pause_before(self, later: Span) -> float:
-        """Seconds from the end of this one to the start of a later one, both of them ended."""
-        return self._events[1].elapsed_time(later._events[0]) / 1e3
-
 
 class Arrival:
     """Where a record of the device comes to on the host."""
 
     def __init__(self, record: Tensor) -> None:
-        # Written outside of that mode, which takes the host longer to enter than to copy.
+        # Written outside of inference mode, which takes the host longer to enter than to copy.
         with torch.inference_mode(False):
             self._held = torch.empty(record.shape, dtype=record.dtype, pin_memory=record.is_cuda)
         self._array = self._held.numpy()
@@ -84,7 +76,7 @@ class Arrival:
 
 
 class Flight(NamedTuple):
-    """A round that was launched whole."""
+    """A round whose verify is launched."""
 
     count: int  # nodes that it verifies, root included
     arrival: Arrival

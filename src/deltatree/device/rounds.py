@@ -39,7 +39,7 @@ class DeviceRound:
 
 
 class DeviceRounds:
-    """Rounds of one generation: greedy, with best-first trees, chains, trees over transitions, or no draft.
+    """Rounds of one generation: greedy, with best-first or calibrated trees, trees over transitions, chains, or no draft.
 
     state: after prefill, with nothing to commit    session: the drafter's context, or None for plain decoding alone
     features: [n, F], of committed tokens that the session has not seen    bonus: the root of the first tree
@@ -97,7 +97,7 @@ class DeviceRounds:
         """
         if self._flying is None:
             self._begin(self.half(budget, chain=chain))
-        return self._end(self._count(budget, chain), chain, then, meanwhile)
+        return self.verify(budget, chain=chain, then=then, meanwhile=meanwhile)
 
     def offer(self, budget: int) -> None:
         """The first half of a round whose budget is chosen later: draft, and build the widest tree."""
@@ -123,12 +123,22 @@ class DeviceRounds:
         then: Half | None = None,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> DeviceRound:
-        """The second half: verify the best `budget` nodes of the tree that was offered, and walk.
+        """The second half: verify the best `budget` nodes of the tree that was placed, and walk.
 
         chain: verify the drafter's most probable tokens in one line instead
         then, meanwhile: as for `run`
         """
-        return self._end(self._count(budget, chain), chain, then, meanwhile)
+        count, flight, self._flying = self._count(budget, chain), self._flying, None
+        if flight is None:
+            flight = self._launch_verify(count, chain)
+        if then is not None and self._may_follow(then, count):
+            self._launch_half(then)
+            if then == REST and count == 1:
+                self._half, self._flying = then, self._launch_verify(1, False)
+            else:
+                self._ahead = then
+        meanwhile()
+        return self._land(flight)
 
     @property
     def seconds(self) -> float | None:
@@ -186,7 +196,7 @@ class DeviceRounds:
         self._half = half
 
     def _launch_half(self, half: Half) -> None:
-        work = self._captured_half(half)
+        work = self._captured(*half)
         with next(self._first_spans) as self._drafting:
             work()
         if half.kind == "offer":
@@ -204,24 +214,10 @@ class DeviceRounds:
         arrival = self._send(self.work.walked.record, "record", self.max_depth, self._flights % 2)
         return Flight(count, arrival, (self._drafting, verifying))
 
-    def _end(self, count: int, chain: bool, then: Half | None, meanwhile: Callable[[], None]) -> DeviceRound:
-        """Launch what ends a round, and what may begin the next one; read the record."""
-        flight, self._flying = self._flying, None
-        if flight is None:
-            flight = self._launch_verify(count, chain)
-        if then is not None and self._may_follow(then, count):
-            self._launch_half(then)
-            if then == REST and count == 1:
-                self._half, self._flying = then, self._launch_verify(1, False)
-            else:
-                self._ahead = then
-        meanwhile()
-        return self._land(flight)
-
     def _may_follow(self, half: Half, count: int) -> bool:
         """Whether a half can be launched before it is known how far this round goes: where nothing has to be captured first, and
         the drafter's block has a place whatever is accepted."""
-        if self._key(half.kind, half.count, half.is_chain) not in self.buffers.graphs:
+        if self._key(*half) not in self.buffers.graphs:
             return False
         if self.session is None:
             return True
@@ -253,9 +249,6 @@ class DeviceRounds:
         """Of captured work over these buffers."""
         context = None if self.session is None else id(self.session.buffers)
         return "round", kind, count, chain, context, self.work.trees.key
-
-    def _captured_half(self, half: Half) -> Captured:
-        return self._captured(half.kind, half.count, half.is_chain)
 
     def _captured(self, kind: str, count: int, chain: bool = False) -> Captured:
         """Captured work over these buffers. Its warm-up repeats it, so the buffers' small registers are put back."""
