@@ -87,9 +87,8 @@ def build_tree(
     parents, depths, branched = torch.full_like(tokens, -1), torch.zeros_like(tokens), torch.zeros_like(tokens)
     for depth in range(len(ids)):
         leaves = (depths == depth).nonzero()[:, 0]
-        offered = (
-            scores[leaves, None] + by_place[:, depth][branched[leaves] % len(by_place)]
-        ).flatten()  # [leaves * width]
+        steps = by_place[:, depth][branched[leaves] % len(by_place)]  # [leaves, width]
+        offered = (scores[leaves, None] + steps).flatten()
         behind = torch.arange(1, width + 1, device=device)
         places = torch.arange(len(scores), device=device) * (width + 1)
         order = torch.cat([places, (places[leaves, None] + behind).flatten()]).argsort()
